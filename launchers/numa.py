@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import subprocess
+import tempfile
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -238,11 +239,20 @@ def visible_gpus(visible_devices: str | None) -> tuple[str, ...]:
     order of their addresses, as all do for nvidia-smi.
     """
     words = ["nvidia-smi", "--query-gpu=index,uuid,pci.bus_id", "--format=csv,noheader"]
+    quiet = subprocess.DEVNULL
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=_NVIDIA_SMI_S, check=False)
-    except (OSError, subprocess.SubprocessError):
+        with tempfile.TemporaryFile("w+") as output:
+            asked = subprocess.Popen(words, stdin=quiet, stdout=output, stderr=quiet)
+            try:
+                code = asked.wait(_NVIDIA_SMI_S)
+            except subprocess.TimeoutExpired:
+                # One that hangs in the kernel does not die of it, and is not waited for.
+                asked.kill()
+                return ()
+            output.seek(0)
+            return addresses_in(output.read(), visible_devices) if code == 0 else ()
+    except OSError:
         return ()
-    return addresses_in(done.stdout, visible_devices) if done.returncode == 0 else ()
 
 
 def addresses_in(answer: str, visible_devices: str | None) -> tuple[str, ...]:

@@ -212,6 +212,14 @@ class HangWatch:
                 )
         keep_records(requests)
 
+    def _forget_collectives(self) -> None:
+        """Remove what was kept of a stall that is over: a rank that cannot answer in the next one must not
+        seem to stand where it stood in this one.
+        """
+        for number in self._ranks:
+            with contextlib.suppress(OSError):
+                self._watched.run.rank_collectives(self._watched.attempt, number).unlink(missing_ok=True)
+
     def close(self) -> None:
         """Remove the records of this attempt and of older ones. *After the ranks have ended.*"""
         with contextlib.suppress(OSError):
@@ -262,6 +270,8 @@ class HangWatch:
         """
         first = stalled(positions, self._times, self._rules)
         if first is None:
+            if self._written is not None:
+                self._forget_collectives()
             if self._written is not None and not self._watched.is_whole:
                 self._write_for_other_nodes(WENT_ON)
             self._written = self.stall = None
@@ -271,9 +281,9 @@ class HangWatch:
         now = {rank.rank: rank.position for rank in positions}
         if now != self._written:
             self._written = dict(now)
-            self.keep_collectives()
             self._write(STALLED, first, step_limit(times, self._rules), positions)
             self._write_for_other_nodes()
+            self.keep_collectives()
 
     def _write_for_other_nodes(self, *events: str) -> None:
         """Write events without evidence, and let other nodes see all that was written."""

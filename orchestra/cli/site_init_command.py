@@ -15,6 +15,7 @@ from launchers import SlurmMissing, SlurmSilent
 from launchers.slurm.commands import NO_CLUSTER
 from orchestra.cli.text.describe import shown
 from orchestra.config.home import home_file, read_home
+from orchestra.config.preset_files import own_folder
 from orchestra.doctor.hardware_checks import nccl_settings, rdma_ports
 from orchestra.doctor.site_file import asked, local_site, slurm_site
 from orchestra.errors import EXIT_DONE, ConfigError, LaunchError
@@ -48,6 +49,16 @@ def run(arguments: Namespace) -> int:
         print(text, end="")
         return EXIT_DONE
     place = arguments.output or _folder() / "cluster" / f"{name}.yaml"
+    if (own_folder() / "cluster" / f"{place.stem}.yaml").exists():
+        raise ConfigError(
+            f"cluster={place.stem} is a preset of orchestra's own, which is found first; give the site "
+            "another name: orchestra site init NAME"
+        )
+    if place.parent.name != "cluster":
+        raise ConfigError(
+            f"{place}: presets of the group cluster lie in a folder of this name; use "
+            f"{place.parent / 'cluster' / place.name}"
+        )
     if place.exists() and not arguments.force:
         raise ConfigError(f"{place} is there already; --force replaces it, --output FILE writes another")
     place.parent.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,7 @@ def _told(config: Config, keys: set[str]) -> Config:
     optim, train, data = config.optim, config.train, config.data
     reads, has_block = any(key.endswith(".source") for key in keys), "model.block" in keys
     return Config(
-        model=config.model if has_block else ModelConfig(),
+        model=replace(config.model, block_parameters=None) if has_block else ModelConfig(),
         precision=config.precision if has_block else PrecisionConfig(),
         optim=OptimConfig(target=optim.target, options=optim.options),
         data=DataConfig(source=data.source, source_options=data.source_options),

@@ -100,11 +100,12 @@ class Heart:
         self._count = self._first_step = 0
         self._pid, self._started = os.getpid(), _started()
 
-    def beat(self, phase: Phase, step: int = 0, micro_batch: int = 0, turn: int = 0) -> None:
+    def beat(self, phase: Phase, step: int = 0, micro_batch: int = 0, turn: int | None = None) -> None:
         """Say where this rank stands. Never waits, never fails."""
         self._count = count = self._count + 1
         if not self._first_step and phase is Phase.step:
             self._first_step = step
+        turn = micro_batch if turn is None else turn
         place = (phase, step, micro_batch, turn, self._first_step, self._pid, self._started)
         _RECORD.pack_into(self._memory, 0, _MAGIC, count, *place, count)
 

@@ -41,6 +41,7 @@ from orchestra.run.config_file import read_config
 from orchestra.run.heartbeat import Phase
 from orchestra.sizes.compilation import is_wanted
 from orchestra.sizes.memory import chunk_tokens, logit_bytes
+from orchestra.sizes.pipeline_check import fewer_micro_batches
 from orchestra.sizes.pipeline_schedule import pipeline_shape
 from orchestra.sizes.topology import Layout, batch_shape, layout
 from orchestra.train.build import Training, build_training
@@ -160,13 +161,14 @@ def step_bytes(training: Training, mesh: Mesh, num_micro_batches: int) -> int:
     return int(live.most)
 
 
-def enough_micro_batches(config: Config) -> int:
-    """Return with how many micro-batches a step takes as much memory as with any number of them."""
+def enough_micro_batches(config: Config, accumulation: int) -> int:
+    """Return with how many micro-batches a step takes as much memory as with `accumulation` of them."""
     if config.parallelism.pp == 1:
         return _MICRO_BATCHES
-    if config.parallelism.schedule is PipelineSchedule["afab"]:
-        return sys.maxsize
-    return 2 * pipeline_shape(config.parallelism).num_stages
+    kind = config.parallelism.schedule
+    if kind is PipelineSchedule["afab"]:
+        return accumulation
+    return fewer_micro_batches(kind, pipeline_shape(config.parallelism), accumulation)
 
 
 def take_step(training: Training, mesh: Mesh, step: int, num_micro_batches: int) -> None:
@@ -229,13 +231,14 @@ def exact_bytes(config: Config, world_size: int, rank: int = 0, *, as_gpu: bool 
         if is_wanted(config.train.compile, "cuda" if as_gpu else "cpu"):
             training.parallelized.model.logits_passes = CompiledPasses()
         watched = _LossWatch(training)
+        enough = enough_micro_batches(config, training.batch.accumulation)
         peaks = []
         with LiveBytes() as live:
             moment.live = live
             for step in (1, 2):
                 live.most = before = live.now
                 with watched.by(live, before):
-                    take_step(training, mesh, step, enough_micro_batches(config))
+                    take_step(training, mesh, step, enough)
                 peaks.append(live.most)
         # A pipeline's ranks keep what several micro-batches need, most of them without a loss.
         activations = moment.at_first if mesh.layout.pp > 1 else watched.activations

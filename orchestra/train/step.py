@@ -153,7 +153,6 @@ class TrainingStep:
         def around_backward(micro_batch: int, loss: Tensor) -> AbstractContextManager[object]:
             return self._hooks.around_backward(step, micro_batch, loss)
 
-        if (factor := self._hooks.loss_factor(step)) != 1.0:
-            share = share * factor
-        total = pipeline.run(tokens_ABS, share, PassHooks(enter, around_backward))
+        hooks = PassHooks(enter, around_backward, lambda: self._hooks.loss_factor(step))
+        total = pipeline.run(tokens_ABS, share, hooks)
         return total, dist.all_reduce(total, group=self._mesh.loss_group, async_op=True)

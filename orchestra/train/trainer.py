@@ -346,7 +346,7 @@ def _faults(config: Config, mesh: Mesh, built: BuiltModel, rank: RankAttempt) ->
     planned = planned_faults(config.recovery.inject)
     # One whose gradient comes from autograd, where it can be changed on its way.
     vectors = [item for item in built.parallelized.trained if item.parameter.dim() == 1]
-    flipped = vectors[-1].parameter
+    flipped = (vectors or built.parallelized.trained)[-1].parameter
     return Faults(planned, rank.attempt, mesh.rank, rank.events, mesh.device, flipped)
 
 

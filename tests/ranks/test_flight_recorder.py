@@ -28,6 +28,12 @@ def waits(rank: int, world: int, folder: Path) -> str:
         dist.all_reduce(values, group=mesh.dp_group)
     work = dist.all_reduce(values, group=mesh.dp_group, async_op=True) if rank == 0 else None
     assert rank == 0 or eventually(was_asked.exists, 60.0)
+
+    def num_open() -> int:
+        return sum(not entry.get("retired") for entry in flight_recorder.recorded()["entries"])
+
+    # gloo wakes who waits before it notes that a collective is over.
+    assert eventually(lambda: num_open() == (rank == 0), 60.0)
     record: dict[str, Any] = {"groups": flight_recorder._groups(mesh), **flight_recorder.recorded()}
     was_asked.touch()
     if work is None:

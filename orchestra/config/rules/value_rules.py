@@ -78,7 +78,6 @@ _BOUNDS: dict[str, tuple[int | None, int | None]] = {
     "cluster.threads_per_rank": (1, 4096),
     "cluster.spare_nodes": (0, None),
     "cluster.gpus_per_node": (None, 1024),
-    "cluster.stop_exit_code": (0, 255),
     "recovery.max_restarts": (0, 10**6),
     "recovery.min_nodes": (1, None),
     "recovery.memory_copy_every_steps": (1, None),

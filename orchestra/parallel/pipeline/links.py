@@ -3,13 +3,17 @@
 Shapes are known from the configuration: nobody asks the other end. Messages of the two kinds of passes, and
 of the two directions between two ranks, never wait for each other: on NCCL each has a communicator of its
 own, with gloo a tag. Over each of them a schedule sends in the order in which the other end receives.
+
+All ranks of a pipeline make equally many communicators at the same time, since torch names groups by their
+number and NCCL splits them off the world's together; a rank that has no part in a round has one for itself.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -49,6 +53,8 @@ class Arriving:
         if self.work is not None:
             with marked(Part.communication):
                 self.work.wait()
+        if self.tensor.is_cuda:
+            self.tensor.record_stream(torch.cuda.current_stream(self.device))
         return self.tensor.to(self.device)
 
 
@@ -70,16 +76,34 @@ class Links:
         # gloo does not say when a message was sent, unless somebody waits for it.
         waits = self._is_real and mesh.backend != NCCL
         self._waiting = ThreadPoolExecutor(1, "sent") if waits else None
-        # All ranks in the same order, so that none waits for one that waits for it.
-        for source, target, is_onward in _used(shape):
-            if here not in (source, target):
+        self._receiving = torch.cuda.Stream(mesh.device) if mesh.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        has_own = self._is_real and mesh.backend == NCCL
+        for used in rounds(_used(shape)):
+            mine = next((channel for channel in used if here in channel[:2]), None)
+            if mine is None:
+                if has_own:
+                    dist.new_group([mesh.rank], use_local_synchronization=True)
                 continue
-            ranks = [mesh.rank_on("pp", coordinate) for coordinate in (source, target)]
+            source, target, is_onward = mine
+            ends = [mesh.rank_on("pp", coordinate) for coordinate in (source, target)]
             group = mesh.pp_group
-            if self._is_real and mesh.backend == NCCL:
-                group = dist.new_group(sorted(ranks), use_local_synchronization=True)
-            peer = ranks[0] if here == target else ranks[1]
-            self._channels[source, target, is_onward] = _Channel(group, peer, _TAGS[is_onward])
+            if has_own:
+                group = dist.new_group(sorted(ends), use_local_synchronization=True)
+            peer = ends[0] if here == target else ends[1]
+            channel = _Channel(group, peer, _TAGS[is_onward])
+            self._channels[mine] = channel
+            if has_own:
+                self._connect(channel, is_source=here == source)
+
+    def _connect(self, channel: _Channel, *, is_source: bool) -> None:
+        """Send one number: the first message connects the two ends, and each host waits for the other one,
+        which in the midst of a schedule may wait for this one.
+        """
+        number = torch.zeros(1, device=self._device)
+        if is_source:
+            dist.send(number, channel.peer, group=channel.group)
+        else:
+            dist.recv(number, channel.peer, group=channel.group)
 
     def send(self, tensor: Tensor, target: int, *, is_onward: bool) -> None:
         """Send a tensor; nobody waits, and it must not be changed."""
@@ -98,6 +122,26 @@ class Links:
             self._sent.append((work, tensor))
         else:
             self._sent.append(self._waiting.submit(_hold, work, tensor))
+
+    def now(self) -> torch.cuda.Event | None:
+        """Return this moment in the stream that computes; None where nothing is received beside it."""
+        if self._receiving is None:
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    @contextmanager
+    def since(self, moment: torch.cuda.Event) -> Iterator[None]:
+        """Let what is asked for here be received from that moment on, beside what was launched after it.
+
+        It is asked for when that has been launched: a receive that waits for what this rank is still to do
+        must not be on the device while the host may wait for all of the device.
+        """
+        assert self._receiving is not None
+        self._receiving.wait_event(moment)
+        with torch.cuda.stream(self._receiving):
+            yield
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, source: int, *, is_onward: bool) -> Arriving:
         """Start to receive a tensor."""
@@ -149,3 +193,15 @@ def _used(shape: PipelineShape) -> list[tuple[int, int, bool]]:
         if before != after:
             channels |= {(before, after, True), (after, before, False)}
     return sorted(channels)
+
+
+def rounds(channels: Sequence[tuple[int, int, bool]]) -> list[list[tuple[int, int, bool]]]:
+    """Share channels out into rounds, in each of which no rank has more than one."""
+    shared: list[list[tuple[int, int, bool]]] = []
+    for channel in channels:
+        fitting = [used for used in shared if not {end for each in used for end in each[:2]} & {*channel[:2]}]
+        if fitting:
+            fitting[0].append(channel)
+        else:
+            shared.append([channel])
+    return shared

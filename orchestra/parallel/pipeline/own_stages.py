@@ -36,11 +36,15 @@ def keep_own_stages(
     )
     kept = {name: places[name] for name, _ in model.named_parameters()}
     ends = sorted({shape.rank_of(0), shape.rank_of(last)})
-    if not config.model.tie_word_embeddings or mesh.coordinates.pp not in ends or len(ends) == 1:
+    if not config.model.tie_word_embeddings or len(ends) == 1:
+        return kept
+    is_end = mesh.coordinates.pp in ends
+    # All ranks of the pipeline make a group, see `links`; that of the others has themselves alone.
+    group = mesh.open_group([mesh.rank_on("pp", end) for end in ends] if is_end else [mesh.rank])
+    if not is_end:
         return kept
     # The two ranks have the same range of it, since it is a unit of its own: they sum its gradients, and one
     # of them counts it in the norm.
-    group = mesh.open_group([mesh.rank_on("pp", coordinate) for coordinate in ends])
     name = "embed_tokens.weight"
     is_counted = kept[name].is_counted and mesh.coordinates.pp == ends[0]
     return {**kept, name: replace(kept[name], sum_group=group, is_counted=is_counted)}

@@ -46,11 +46,13 @@ class PassHooks:
     """What the passes tell while they run.
 
     `enter` is called with each action and its turn in the schedule before it begins, `around_backward` with
-    the micro-batch and its loss (0 on ranks without the last stage).
+    the micro-batch and its loss (0 on ranks without the last stage). `loss_factor` returns what the loss is
+    multiplied by; on ranks without it, the gradient that comes back.
     """
 
     enter: Callable[[StagePass, int], None]
     around_backward: Callable[[int, Tensor], AbstractContextManager[object]]
+    loss_factor: Callable[[], float] = lambda: 1.0
 
 
 class Pipeline:
@@ -97,8 +99,10 @@ class Pipeline:
         self._stage.begin_step(len(tokens_ABS))
         for number, (action, turn) in enumerate(actions):
             hooks.enter(action, turn)
-            for following, _ in actions[number : number + 2]:
-                self._ask_for(following)
+            self._ask_for(action)
+            following, moment = actions[number + 1 : number + 2], self._links.now()
+            if moment is None:
+                self._ask_for(*(ahead for ahead, _ in following))
             place = action.stage, action.micro_batch
             if action.kind in (Pass.backward, Pass.weight_gradient):
                 self._stage.begin_backward(
@@ -113,9 +117,12 @@ class Pipeline:
                     for take in self._later.pop(place):
                         take()
             else:
-                targets_BS = tokens_ABS[action.micro_batch, :, 1:]
                 is_split = action.kind is Pass.input_gradient
-                total += self._backward(place, targets_BS, share, hooks, is_split=is_split)
+                tokens_BS = tokens_ABS[action.micro_batch]
+                total += self._backward(place, tokens_BS, share, hooks, is_split=is_split)
+            if moment is not None:
+                with self._links.since(moment):
+                    self._ask_for(*(ahead for ahead, _ in following))
         left = (self._kept, self._later, self._handed, self._arriving)
         assert not any(left), "the schedule left something over"
         self._links.finish()
@@ -140,10 +147,13 @@ class Pipeline:
     def _is_last(self, stage: int) -> bool:
         return stage == self.shape.num_stages - 1
 
-    def _ask_for(self, action: StagePass) -> None:
-        """Start to receive what an action needs from another rank."""
-        if action.kind is Pass.weight_gradient:
-            return
+    def _ask_for(self, *actions: StagePass) -> None:
+        """Start to receive what actions need from another rank."""
+        for action in actions:
+            if action.kind is not Pass.weight_gradient:
+                self._ask_for_one(action)
+
+    def _ask_for_one(self, action: StagePass) -> None:
         is_onward = action.kind is Pass.forward
         neighbour = action.stage + (-1 if is_onward else 1)
         key = action.stage, action.micro_batch, is_onward
@@ -195,24 +205,26 @@ class Pipeline:
     def _backward(
         self,
         place: tuple[int, int],
-        targets_BS: Tensor,
+        tokens_BS: Tensor,
         share: float | Tensor,
         hooks: PassHooks,
         *,
         is_split: bool,
     ) -> Tensor:
         """Take a micro-batch back through a stage; return its loss, 0 where that is not the last one."""
-        kept, later = self._kept.pop(place), self._stage.gradients.later
+        kept, later, factor = self._kept.pop(place), self._stage.gradients.later, hooks.loss_factor()
         loss = torch.zeros((), device=self._device)
         gradient: Tensor | None = None
         later.is_open = is_split
         if isinstance(kept.made, Tensor):
             with marked(Part.forward):
-                made = self._model.loss_of(kept.made, targets_BS.to(self._device, non_blocking=True), share)
+                tokens_BS = tokens_BS.to(self._device, non_blocking=True)
+                made = self._model.loss_of(kept.made, tokens_BS[:, 1:], share * factor)
             root: Tensor | GradientEdge = made
             loss = made.detach()
         else:
             root, gradient = kept.made, self._taken(place, is_onward=False)
+            gradient = gradient if factor == 1.0 else gradient * factor
         passing = self._stage.gradients.passing()
         with marked(Part.backward), hooks.around_backward(place[1], loss), passing:
             torch.autograd.backward(root, gradient)

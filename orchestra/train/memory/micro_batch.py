@@ -27,6 +27,7 @@ from conf.schema import Config
 from orchestra.errors import ConfigError
 from orchestra.parallel.mesh import Mesh, RankEnvironment, make_mesh
 from orchestra.run.events import EventWriter
+from orchestra.sizes.pipeline_schedule import pipeline_shape
 from orchestra.sizes.topology import batch_shape, divisors
 from orchestra.train.build import build_training
 from orchestra.train.dry_build import (
@@ -84,7 +85,9 @@ def choose_micro_batch_size(config: Config, mesh: Mesh, ranks: RankEnvironment) 
     At least 1, though the training itself may then run out of memory. *Collective*.
     """
     share = batch_shape(_with_size(config, 1).train, mesh.layout.dp).accumulation
-    sizes = divisors(share)
+    # A pipeline whose ranks wait for most of a step is no choice, whatever fits.
+    stages = pipeline_shape(config.parallelism).num_stages if mesh.layout.pp > 1 else 0
+    sizes = [size for size in divisors(share) if share // size >= 2 * stages] or [1]
     with _fake_mesh(mesh) as fake_mesh:
         if mesh.device.type == "cuda":
             return _chosen_on_gpu(config, fake_mesh, sizes, _GPU_SHARE / mesh.ranks_on_device)
@@ -178,7 +181,8 @@ def _take_two_steps(config: Config, fake_mesh: Mesh) -> None:
     training = build_training(config, fake_mesh)
     try:
         for step in (1, 2):
-            take_step(training, fake_mesh, step, enough_micro_batches(config))
+            enough = enough_micro_batches(config, training.batch.accumulation)
+            take_step(training, fake_mesh, step, enough)
         training.parallelized.stage.settle()
         torch.cuda.synchronize(fake_mesh.device)
     finally:
@@ -219,7 +223,8 @@ def _dry_peak(config: Config, fake_mesh: Mesh) -> int | None:
         except ConfigError:
             return None
         # Of one rank's micro-batches one takes as much as several: what adds to gradients is there already.
-        number = 1 if config.parallelism.pp == 1 else enough_micro_batches(config)
+        accumulation = training.batch.accumulation
+        number = 1 if config.parallelism.pp == 1 else enough_micro_batches(config, accumulation)
         step_bytes(training, fake_mesh, number)
         held, passing = held_bytes(training), step_bytes(training, fake_mesh, number)
         training.parallelized.stage.close()

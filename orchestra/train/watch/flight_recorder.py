@@ -78,6 +78,9 @@ def _groups(mesh: Mesh) -> dict[str, dict[str, Any]]:
     named = {
         "dp": mesh.dp_group,
         "tp": mesh.tp_group,
+        "cp": mesh.cp_group,
+        "pp": mesh.pp_group,
+        "loss": mesh.loss_group,
         "shard": mesh.shard_group,
         "replicate": mesh.replicate_group,
         "model": mesh.model_group,

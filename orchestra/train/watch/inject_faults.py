@@ -84,7 +84,8 @@ class Faults(StepHook):
 
     def strike(self, phase: str, step: int) -> None:
         """Fail if a fault is planned for this moment: then this call mostly does not return."""
-        for fault in self._moments.get((phase, step), ()):
+        # Once: a pipeline's stages each begin with a first micro-batch.
+        for fault in self._moments.pop((phase, step), ()):
             self._record(fault, step)
             self._do(fault, step)
         if self._slow and phase == "step":

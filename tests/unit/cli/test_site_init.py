@@ -96,6 +96,11 @@ def test_it_is_written_once_and_composes(tmp_path: Path, slurm: FakeSlurm, orche
     other = orchestra("site", "init", "--output", "elsewhere/cluster/mine.yaml").out
     assert "hydra.searchpath=[elsewhere] cluster=mine" in other
     assert "is no name of a preset" in orchestra("site", "init", "../lab", code=2).err
+    assert "give the site another name" in orchestra("site", "init", "slurm", code=2).err
+    assert (
+        "use elsewhere/cluster/mine.yaml"
+        in orchestra("site", "init", "--output", "elsewhere/mine.yaml", code=2).err
+    )
 
 
 def test_without_slurm_it_is_a_file_for_this_machine(

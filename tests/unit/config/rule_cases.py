@@ -164,6 +164,10 @@ rule_pipeline
     parallelism.pp=2  parallelism.stages=[1,1,2] -> [1,1,2] has 3 stages | parallelism.pp=2 × 1
     parallelism.pp=2  parallelism.stages=[4,0] -> [4,0]: stage 1 has no layer | 1 or more
     parallelism.pp=2  parallelism.stages=[2,3] -> [2,3] has 5 layers | num_hidden_layers=4
+rule_in_pipeline
+    parallelism.pp=2  recovery.replay_every_steps=5 -> recovery.replay_every_steps=5 | parallelism.pp=2 | null
+    parallelism.pp=2  precision.name=fp8  precision.fp8_delayed_scaling=true -> history of sizes | use false
+    parallelism.pp=2  train.recompute_budget_gib=1.0 -> budget_gib=1 with parallelism.pp=2 | recompute_every
 rule_layout
     parallelism.tp=4 -> does not divide the world size 2 | multiple of 4
     parallelism.dp=4 -> parallelism.dp=4 | world size 2 | parallelism.dp=2 or auto

@@ -76,8 +76,8 @@ def test_the_demo_runs_here() -> None:
 
 
 def test_a_preset_with_features_that_are_not_built_is_refused() -> None:
-    with pytest.raises(ConfigError, match="does not have pipeline parallelism yet"):
-        composed("parallelism", "tp8_pp4", Situation("run", num_gpus=8))
+    with pytest.raises(ConfigError, match="does not have mixtures of experts yet"):
+        composed("model", "mixtral_8x7b", Situation("run", num_gpus=8))
 
 
 def test_the_tree_is_found_beside_the_package_from_any_directory(

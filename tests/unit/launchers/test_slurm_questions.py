@@ -78,9 +78,7 @@ def test_refusal_silence_and_absence_are_told_apart(slurm: FakeSlurm) -> None:
     # In four lines, on a machine where Slurm is installed and no cluster is configured.
     lines = ("resolve_ctls_from_dns_srv: Unknown host", "fatal: Could not establish a configuration source")
     slurm.says("squeue", complains="\n".join(f"squeue: {line}" for line in lines), code=1)
-    with pytest.raises(
-        SlurmSilent, match=r"^squeue: Slurm is installed on this machine, but no cluster: [^;]*$"
-    ):
+    with pytest.raises(SlurmSilent, match=r"^squeue finds no configuration of a Slurm cluster [^;]*$"):
         output_of(("squeue",))
     with pytest.raises(SlurmMissing, match="login node"):
         output_of(("sbatch-of-nowhere",))
