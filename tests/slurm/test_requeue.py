@@ -110,6 +110,7 @@ def test_a_warning_before_the_first_attempt_puts_the_job_back_into_the_queue(clu
     assert run.status()["state"] == "finished"
 
 
+@pytest.mark.timeout(240)
 def test_a_cancelled_run_goes_on_as_a_new_job_on_another_number_of_nodes(cluster: Site) -> None:
     run = cluster.submit_run("again", *ENDLESS, "cluster.nodes=2", "checkpoint.every_steps=1000")
     cluster.refused(2, "", "resume", "again")
