@@ -41,6 +41,7 @@ class PluginFacts:
     problems: tuple[str, ...] = ()
     state_bytes: float | None = None
     parts_problem: str | None = None
+    apart_problem: str | None = None
     gathers: bool = False
     vocabularies: Mapping[str, int] = field(default_factory=dict)
     identity: str | None = None

@@ -49,7 +49,8 @@ _RTOL, _ATOL = 1e-4, 1e-6
 @dataclasses.dataclass(frozen=True)
 class PluginFinding:
     """What was found. `state_bytes`: of the optimizer, for each element of a block's matrix. `parts_problem`:
-    why it cannot be given parts of parameters; `gathers`: it puts whole ones together by itself.
+    why it cannot be given parts of parameters, and `apart_problem` why not some of the parameters alone;
+    `gathers`: it puts whole ones together by itself.
     `vocabularies`: of sources of data, by their keys; `identity`: which data the training's source has.
     `block_parameters`: of all layers together.
     """
@@ -57,6 +58,7 @@ class PluginFinding:
     problems: list[str] = dataclasses.field(default_factory=list)
     state_bytes: float | None = None
     parts_problem: str | None = None
+    apart_problem: str | None = None
     gathers: bool = False
     vocabularies: dict[str, int] = dataclasses.field(default_factory=dict)
     identity: str | None = None
@@ -208,20 +210,23 @@ def _tried(plugin: Plugin, called: Callable[..., Any], optim: OptimConfig) -> Pl
         )
     matrix = next(iter(optimizer.state))
     state_bytes = sum(tensor.nbytes for tensor in optimizer.state[matrix].values() if tensor.dim())
-    found = PluginFinding(state_bytes=state_bytes / matrix.numel())
+
+    def differs(ranks: list[list[_Held]], *, is_whole: bool) -> str | None:
+        """Return how it fares where ranks share the parameters like this; None: as with all of them."""
+        try:
+            shared, _ = _updated(ranks, make, optim, is_whole=is_whole)
+        except Exception as error:  # noqa: BLE001
+            return f"of such it makes {one_line(error)}"
+        pairs = zip(whole, shared, strict=True)
+        is_same = all(torch.allclose(ours, theirs, rtol=_RTOL, atol=_ATOL) for ours, theirs in pairs)
+        return None if is_same else "its updates differ from those with all of them"
+
+    apart = differs([[(_MATRIX, 0, 60)], [(_GAIN, 0, 7)]], is_whole=True)
+    found = PluginFinding(state_bytes=state_bytes / matrix.numel(), apart_problem=apart)
     if hasattr(optimizer.torch_optimizer, "gather"):
         return dataclasses.replace(found, gathers=True)
-    parts: list[list[_Held]] = [[(_MATRIX, 0, _CUT)], [(_MATRIX, _CUT, 60), (_GAIN, 0, 7)]]
-    try:
-        parted, _ = _updated(parts, make, optim, is_whole=False)
-    except Exception as error:  # noqa: BLE001
-        return dataclasses.replace(found, parts_problem=f"of a part of one it makes {one_line(error)}")
-    pairs = zip(whole, parted, strict=True)
-    if not all(torch.allclose(ours, theirs, rtol=_RTOL, atol=_ATOL) for ours, theirs in pairs):
-        return dataclasses.replace(
-            found, parts_problem="its updates of the parts of one differ from the whole's"
-        )
-    return found
+    parts = differs([[(_MATRIX, 0, _CUT)], [(_MATRIX, _CUT, 60), (_GAIN, 0, 7)]], is_whole=False)
+    return dataclasses.replace(found, parts_problem=parts)
 
 
 def _loss_problems(plugin: Plugin, called: Callable[..., Any]) -> list[str]:

@@ -149,3 +149,8 @@ def rule_optimizer(config: Config, _: Situation) -> Iterator[str]:
             f"parallelism.{key}={getattr(parallelism, key)}: {said} needs whole parameters "
             f"({facts.parts_problem}), and ranks would have parts; use parallelism.zero=0 and tp=1"
         )
+    if facts.apart_problem and parallelism.pp > 1:
+        yield (
+            f"parallelism.pp={parallelism.pp}: {said} takes all parameters together "
+            f"({facts.apart_problem}), and each stage would have its own; use parallelism.pp=1"
+        )

@@ -187,6 +187,24 @@ def test_a_try_tells_the_state_and_whether_parameters_may_be_parted(
     assert found.gathers is gathers
 
 
+class Together(torch.optim.SGD):
+    """Takes steps of one length over all parameters."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        length = torch.stack([parameter.grad.norm() for parameter in parameters]).norm()
+        for parameter in parameters:
+            parameter.grad.div_(length.clamp(min=1e-12))
+        super().step(closure)
+
+
+@pytest.mark.parametrize(("target", "is_alone"), [(f"{HERE}:Together", False), ("torch.optim:AdamW", True)])
+def test_a_try_tells_whether_some_parameters_may_be_trained_alone(target: str, is_alone: bool) -> None:
+    found = look_at(Config(optim=OptimConfig(target=target)))
+    assert found.problems == []
+    assert (found.apart_problem is None) is is_alone
+
+
 def test_a_state_of_another_shape_is_refused_where_ranks_have_parts() -> None:
     trained, optim = trained_of((4, 6)), OptimConfig(target="torch.optim:Adafactor")
     optimizer = PluggedOptimizer(trained, optim, torch.optim.Adafactor, is_whole=False)
