@@ -196,7 +196,7 @@ def _about_tokenizer(tokenizer: ExportTokenizer) -> str:
             f"{tokenizer.end_of_text} ends a document (eos_token_id)"
         )
     if tokenizer.file is not None:
-        return f"with the tokenizer of its data, {tokenizer.file}; eos_token_id is {tokenizer.end_of_text}"
+        return f"with {_TOKENIZER}, which packed the data; eos_token_id is {tokenizer.end_of_text}"
     if tokenizer.name is None:
         return "no tokenizer is written, and eos_token_id is null: the run's token files cannot be read here"
     return (

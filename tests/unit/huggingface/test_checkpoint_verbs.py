@@ -196,7 +196,7 @@ def test_export_takes_the_tokenizer_of_the_data_along(run: RunDir, orchestra: Co
     Path("a.txt").write_text("a b\n" * 100)
     pack(plan_pack(PackRequest(["a.txt"], "packed", str(file), None, "text", 1)))
     configure(run, data=DataConfig(source=Source.tokens, path=str(Path("packed").absolute())))
-    assert "with the tokenizer of its data" in orchestra(*export, "out").out
+    assert "with tokenizer.json, which packed the data" in orchestra(*export, "out").out
     assert Path("out/tokenizer.json").read_bytes() == file.read_bytes()
     assert json.loads(Path("out/generation_config.json").read_text())["eos_token_id"] == 0
     assert "tokenizer.json" in orchestra.json(*export, "dry", "--dry-run")["files"]
