@@ -70,7 +70,7 @@ class Faults(StepHook):
         self._flipped = flipped
         self._slow: list[PlannedFault] = []
         self._poison: tuple[int, float] = (0, 1.0)
-        self._flip_at = 0
+        self._flip_at = self._forward_step = 0
 
     def around_step(self, step: int) -> AbstractContextManager[object]:
         """Fail where that is planned for the step's begin."""
@@ -78,14 +78,18 @@ class Faults(StepHook):
         return nullcontext()
 
     def enter(self, phase: Phase, step: int, micro_batch: int, turn: int) -> None:  # noqa: ARG002
-        """Fail where that is planned for the phase; of micro-batches it is the first one."""
-        if micro_batch == 0:
-            self.strike(phase.name, step)
+        """Fail where that is planned for the phase; of micro-batches it is the first one, and of a pipeline's
+        stages on this rank whichever comes first.
+        """
+        if micro_batch or (phase is Phase.forward and step == self._forward_step):
+            return
+        if phase is Phase.forward:
+            self._forward_step = step
+        self.strike(phase.name, step)
 
     def strike(self, phase: str, step: int) -> None:
         """Fail if a fault is planned for this moment: then this call mostly does not return."""
-        # Once: a pipeline's stages each begin with a first micro-batch.
-        for fault in self._moments.pop((phase, step), ()):
+        for fault in self._moments.get((phase, step), ()):
             self._record(fault, step)
             self._do(fault, step)
         if self._slow and phase == "step":
