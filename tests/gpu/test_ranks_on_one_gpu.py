@@ -34,6 +34,9 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "tp-sequence": ("cluster.gpus_per_node=2", *SEQUENCE_PARALLEL),
     "cp": ("cluster.gpus_per_node=2", "parallelism.cp=2", "parallelism.zero=1"),
     "cp-exchanging": ("cluster.gpus_per_node=2", "parallelism.cp=2", "parallelism.cp_method=ulysses"),
+    "pp": ("cluster.gpus_per_node=2", "parallelism.pp=2", "train.micro_batch_size=1"),
+    "pp-split": ("cluster.gpus_per_node=2", "parallelism.pp=2", "parallelism.schedule=zero_bubble"),
+    "pp-tp-sequence": ("cluster.gpus_per_node=4", "parallelism.pp=2", *SEQUENCE_PARALLEL),
     "zero-3-tp-sequence": ("cluster.gpus_per_node=4", "parallelism.zero=3", *SEQUENCE_PARALLEL),
 }
 SAVES = ("checkpoint.every_steps=3", "checkpoint.async_save=false")
@@ -102,9 +105,12 @@ def test_compiled_16_bit_ranks_follow_one(folder: Path, alone: list[float]) -> N
 
 
 @pytest.mark.usefixtures("new_nccl")
-def test_a_killed_and_a_stopped_rank_cost_nothing_but_time(folder: Path, alone: list[float]) -> None:
+@pytest.mark.parametrize("name", ["zero-3", "cp", "pp", "pp-tp-sequence"])
+def test_a_killed_and_a_stopped_rank_cost_nothing_but_time(
+    folder: Path, alone: list[float], name: str
+) -> None:
     faults = "{at_step: 4, rank: 1, fault: sigkill}, {attempt: 1, at_step: 8, rank: 0, fault: sigstop}"
-    run = train(folder, "faults", *LAYOUTS["zero-3"], *SAVES, f"recovery.inject=[{faults}]")
+    run = train(folder, f"{name}-faults", *LAYOUTS[name], *SAVES, f"recovery.inject=[{faults}]")
     assert losses(run) == pytest.approx(alone, rel=1e-5)
     assert [event["step"] for attempt in (1, 2) for event in events_of(run, "restored", attempt)] == [3, 6]
     (hang,) = events_of(run, "hang_detected", 1)
