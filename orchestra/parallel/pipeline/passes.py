@@ -100,9 +100,12 @@ class Pipeline:
         for number, (action, turn) in enumerate(actions):
             hooks.enter(action, turn)
             self._ask_for(action)
-            following, moment = actions[number + 1 : number + 2], self._links.now()
+            following, moment = (
+                next((ahead for ahead, _ in actions[number + 1 : number + 2]), None),
+                self._links.now(),
+            )
             if moment is None:
-                self._ask_for(*(ahead for ahead, _ in following))
+                self._ask_for(following)
             place = action.stage, action.micro_batch
             if action.kind in (Pass.backward, Pass.weight_gradient):
                 self._stage.begin_backward(
@@ -122,7 +125,7 @@ class Pipeline:
                 total += self._backward(place, tokens_BS, share, hooks, is_split=is_split)
             if moment is not None:
                 with self._links.since(moment):
-                    self._ask_for(*(ahead for ahead, _ in following))
+                    self._ask_for(following)
         left = (self._kept, self._later, self._handed, self._arriving)
         assert not any(left), "the schedule left something over"
         self._links.finish()
@@ -133,7 +136,7 @@ class Pipeline:
         """Return the summed loss of a micro-batch on the rank of the last stage, 0 on others."""
         loss = torch.zeros((), device=self._device)
         for stage in self._stages:
-            x_BSE = self._through((stage, 0), tokens_BS)[1]
+            x_BSE = self._through((stage, 0), tokens_BS, tokens_BS.to(self._device))[1]
             if self._is_last(stage):
                 loss = self._model.loss_of(x_BSE, targets_BS.to(self._device), 1.0)
             else:
@@ -147,13 +150,10 @@ class Pipeline:
     def _is_last(self, stage: int) -> bool:
         return stage == self.shape.num_stages - 1
 
-    def _ask_for(self, *actions: StagePass) -> None:
-        """Start to receive what actions need from another rank."""
-        for action in actions:
-            if action.kind is not Pass.weight_gradient:
-                self._ask_for_one(action)
-
-    def _ask_for_one(self, action: StagePass) -> None:
+    def _ask_for(self, action: StagePass | None) -> None:
+        """Start to receive what an action, if there is one, needs from another rank."""
+        if action is None or action.kind is Pass.weight_gradient:
+            return
         is_onward = action.kind is Pass.forward
         neighbour = action.stage + (-1 if is_onward else 1)
         key = action.stage, action.micro_batch, is_onward
@@ -179,8 +179,12 @@ class Pipeline:
         else:
             self._links.send(tensor, target, is_onward=is_onward)
 
-    def _through(self, place: tuple[int, int], tokens_BS: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Return a stage's input and output [B, S, E]; the first one has no input."""
+    def _through(
+        self, place: tuple[int, int], tokens_BS: Tensor, on_device_BS: Tensor
+    ) -> tuple[Tensor | None, Tensor]:
+        """Return a stage's input and output [B, S, E]; the first one has no input. `on_device_BS`: the same
+        tokens there.
+        """
         stage, number = place[0], self._stages.index(place[0])
         given: Tensor | None = None
         if stage > 0:
@@ -191,11 +195,12 @@ class Pipeline:
         bounds = self._model.document_bounds(tokens_BS)
         self._stage.begin_forward(number)
         with marked(Part.forward):
-            tokens_BS = tokens_BS.to(self._device, non_blocking=True)
-            return given, self._model.through(self._model.parts[number], tokens_BS, given, bounds)
+            return given, self._model.through(self._model.parts[number], on_device_BS, given, bounds)
 
     def _forward(self, place: tuple[int, int], tokens_BS: Tensor) -> None:
-        given, made = self._through(place, tokens_BS[:, :-1])
+        # Moved as a whole and cut there: of a part of pinned memory the host would make a copy.
+        on_device_BS = tokens_BS.to(self._device, non_blocking=True)
+        given, made = self._through(place, tokens_BS[:, :-1], on_device_BS[:, :-1])
         if self._is_last(place[0]):
             self._kept[place] = _InFlight(given, made)
             return
