@@ -38,8 +38,8 @@ test-fast: $(VENV)/installed-test ## the quick unit tests (two to six minutes on
 	@$(PYTHON) .ci/lanes $(BIN)/python --fast $(PYTEST_ARGS)
 
 equivalence: $(VENV)/installed-test ## compare every combination of the parallel methods with one process
-	ORCHESTRA_EQUIVALENCE=all $(BIN)/python -m pytest tests/ranks/test_equivalence.py tests/ranks/test_pipeline.py \
-	  $(PYTEST_ARGS)
+	ORCHESTRA_EQUIVALENCE=all $(BIN)/python -m pytest --timeout 1000 tests/ranks/test_equivalence.py \
+	  tests/ranks/test_pipeline.py $(PYTEST_ARGS)
 
 torture: $(VENV)/installed-test ## kill one run KILLS times (200) at every phase of a save and a restore
 	$(BIN)/python tests/e2e/kill_points.py --kills $(KILLS) $(TORTURE_ARGS)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import random
 import signal
 import sys
@@ -106,7 +107,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=1800, help="how long there are faults (%(default)s)")
     parser.add_argument("--mean", type=float, default=MEAN_S, help="seconds between two (%(default)s)")
     parser.add_argument("--seed", type=int, default=None, help="chosen and printed where it is not given")
-    parser.add_argument("--step", type=float, default=0.0105, help="seconds a step takes here (%(default)s)")
+    parser.add_argument("--step", type=float, default=0.007, help="seconds a step takes here (%(default)s)")
     parser.add_argument("--folder", type=Path, help="keep cluster and runs there; else all is removed")
     arguments = parser.parse_args()
     seed = random.randrange(10**6) if arguments.seed is None else arguments.seed
@@ -126,8 +127,9 @@ def soak(site: Site, arguments: argparse.Namespace, seed: int) -> int:
     name = f"soak-{seed}-{time.time_ns() // 1_000_000}"
     run = site.submit_run(name, *length, *quick, *more, f"cluster.spare_nodes={SPARES}")
     soaked = Soak(run, random.Random(seed))
-    # Beside it: as many steps again would take as long again.
-    aside = ThreadPoolExecutor(1)
+    # Beside it, in what time the run leaves: a run has its nodes for itself, and goodput is the run's.
+    # Niceness is a thread's on Linux, and its children's.
+    aside = ThreadPoolExecutor(1, initializer=os.nice, initargs=(19,))
     reference = References(site, (*length,), "soak", timeout_s=3 * arguments.seconds + 600)
     alone = aside.submit(reference.of, NODES)
     try:
