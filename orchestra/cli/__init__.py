@@ -37,6 +37,7 @@ VERBS = {
     "cancel": "stop runs after their current step, with a checkpoint",
     "logs": "print or follow the logs of a run",
     "why": "tell what ended a run: first failing rank, host, traceback",
+    "report": "draw a run, several, or a sweep on one HTML page",
     "rehearse": "inject faults into a short copy of a run, and judge it",
     "eval": "measure a checkpoint's loss on held-out data",
     "generate": "sample text from a checkpoint",
@@ -55,7 +56,7 @@ VERBS = {
 # Where verbs of one word lie that belong together: those that change runs, and those that look at them.
 _FOLDERS = {
     **dict.fromkeys(("run", "submit", "resume", "cancel", "rehearse"), "run."),
-    **dict.fromkeys(("status", "logs", "why"), "look."),
+    **dict.fromkeys(("status", "logs", "why", "report"), "look."),
 }
 
 # Verbs of other tools, and what to type instead.
