@@ -17,8 +17,8 @@ function ticks(low, high, count) {
 
 function secondTicks(low, high, count) {
   const rough = (high - low) / Math.max(1, count);
-  const step = [60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 21600, 43200, 86400, 172800, 604800].find((each) => each >= rough);
-  if (rough < 30 || !step) return ticks(low, high, count);
+  const step = [10, 15, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 21600, 43200, 86400, 172800, 604800].find((each) => each >= rough);
+  if (rough < 5 || !step) return ticks(low, high, count);
   const found = [];
   for (let value = Math.ceil(low / step) * step; value <= high; value += step) found.push(value);
   return found;
@@ -97,7 +97,8 @@ function nearest(values, wanted) {
 }
 
 /**
- * Curves over one x. `series`: {name, x, y, order (its colour), isVoid, isDots}; y may hold nulls, which end a stroke.
+ * Curves over one x. `series`: {name, x, y, order (its colour), isVoid, isDots}; y may hold nulls, which end a stroke, as the end of
+ * an attempt does where `attempts` are given.
  * `rules`: {y, text}; `marks`: {x, text}. Options: title, unit, show(y), showTick(y), showX(x), xTitle, isTime, isLog, fromZero.
  */
 function curvePlot(options) {
@@ -163,7 +164,8 @@ function strokes(series, x, y, usable) {
   let before = -Infinity;
   series.x.forEach((at, index) => {
     const isPoint = isNumber(at) && usable(series.y[index]);
-    if (isPoint) path.push(`${isOpen && at >= before ? "L" : "M"}${x(at).toFixed(1)} ${y(series.y[index]).toFixed(1)}`);
+    const isSame = !series.attempts || series.attempts[index] === series.attempts[index - 1];
+    if (isPoint) path.push(`${isOpen && isSame && at >= before ? "L" : "M"}${x(at).toFixed(1)} ${y(series.y[index]).toFixed(1)}`);
     isOpen = isPoint;
     before = at;
   });

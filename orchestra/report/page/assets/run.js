@@ -88,7 +88,7 @@ function lossSection(runs) {
       Object.entries(run.curves.sources).filter(([name]) => name.startsWith("eval/")).forEach(([name, y], number) => {
         if (run.curves.columns[state.axis]) series.push({ name: `${runs.length > 1 ? `${run.name} ` : ""}${name}`, x: run.curves.columns[state.axis], y, order: color(index + 1 + number), isDots: true });
       });
-      if (state.axis === "step" && run.void.step.length) series.push({ name: "made void", x: run.void.step, y: run.void.loss, isVoid: true });
+      if (state.axis === "step" && run.void.step.length) series.push({ name: "made void", x: run.void.step, y: run.void.loss, attempts: run.void.attempt, isVoid: true });
     });
     return series;
   };
@@ -104,7 +104,7 @@ function lossSection(runs) {
   const evals = lossSeries().filter((each) => each.isDots);
   evals.forEach((each) => entries.push({ className: `b${each.order}`, text: `${each.name} (held out)` }));
   if (runs.length === 1 && runs[0].void.num_rows) entries.push({ className: "line dashed", text: `${plural(runs[0].void.num_rows, "row")} made void by a restart or a roll-back` });
-  if (runs.length === 1 && restartMarks(runs[0], "step").length) entries.push({ className: "line", text: "vertical: an attempt ended" });
+  if (runs.length === 1 && restartMarks(runs[0], "step").length) entries.push({ className: "line ending", text: "vertical: an attempt ended" });
   if (entries.length) plot.figure.insertBefore(legend(entries), plot.figure.lastChild);
   const thinned = runs.filter((run) => run.curves.is_thinned).map((run) => `${run.name}: ${format.count(run.curves.columns.step.length)} of ${format.count(run.curves.num_rows)} rows are drawn, those with the extremes among them`);
   return section("loss", "Loss", plot.figure, thinned.length ? el("p", { class: "quiet" }, thinned.join("; ")) : null);
@@ -206,7 +206,7 @@ function attemptColumns() {
     { key: "kind", title: "end", isText: true, show: (kind, row) => (kind ? el("span", { class: `tag ${row.is_failure ? "bad" : kind === "finished" ? "good" : ""}` }, KINDS[kind] || kind, row.is_planned && row.is_failure ? " (planned)" : "") : "under way") },
     { key: "cause", title: "cause and place", isText: true, value: (row) => (row.is_failure || row.cause !== row.kind ? row.cause || null : null), show: (cause, row) => [cause || "–", el("div", { class: "quiet" }, [isNumber(row.rank) ? `rank ${row.rank}` : null, row.host].filter(Boolean).join(" on "))] },
     { key: "reached_step", title: "to step", show: format.count },
-    { key: "rule", title: "rule", isText: true, value: (row) => [row.decision, row.rule].filter(Boolean).join(": ") || null, show: (value, row) => [value || "–", row.reason ? el("div", { class: "quiet" }, row.reason) : null] },
+    { key: "rule", title: "rule", isText: true, isWide: true, value: (row) => [row.decision, row.rule].filter(Boolean).join(": ") || null, show: (value, row) => [value || "–", row.reason ? el("div", { class: "quiet" }, row.reason) : null] },
     { key: "lost_steps", title: "steps lost", show: format.count },
     { key: "lost_s", title: "trained again", show: format.seconds },
     { key: "down_s", title: "until it trained", show: format.seconds },

@@ -71,9 +71,10 @@ function parameterSection(sweep) {
       const room = (high - low || Math.abs(high) || 1) * 0.08;
       const x = (value) => left + 14 + axis.place(value) * (width - left - 40);
       const y = scale(low - room, high + room, height - bottom, 8);
-      const drawn = ticks(low - room, high + room, 4).flatMap((tick) => [svg("line", { class: "grid", x1: left, x2: width - 12, y1: y(tick), y2: y(tick) }), svg("text", { x: left - 8, y: y(tick) + 4, "text-anchor": "end" }, format.loss(tick))]);
+      const drawn = ticks(low - room, high + room, 4).flatMap((tick) => [svg("line", { class: "grid", x1: left, x2: width - 12, y1: y(tick), y2: y(tick) }), svg("text", { x: left - 8, y: y(tick) + 4, "text-anchor": "end" }, digits(tick))]);
       drawn.push(axis.ticks.map((tick) => svg("text", { x: x(tick), y: height - 8, "text-anchor": "middle" }, axis.show(tick))));
-      drawn.push(rows.filter((row) => row.overrides[key] !== undefined).map((row) => svg("circle", { class: `dot ${sweep.best[0] === row.index ? "f1" : "f0"}`, opacity: 0.85, cx: x(row.overrides[key]), cy: y(metricOf(row, sweep)), r: sweep.best[0] === row.index ? 5 : rows.length > 200 ? 2.5 : 4 }, svg("title", null, `${row.name}: ${key}=${row.overrides[key]}, ${sweep.metric} ${format.loss(metricOf(row, sweep))}`))));
+      // The best one last: on top of the others.
+      drawn.push([...rows].sort((a, b) => metricOf(b, sweep) - metricOf(a, sweep)).filter((row) => row.overrides[key] !== undefined).map((row) => svg("circle", { class: `dot ${sweep.best[0] === row.index ? "f1" : "f0"}`, opacity: 0.85, cx: x(row.overrides[key]), cy: y(metricOf(row, sweep)), r: sweep.best[0] === row.index ? 5 : rows.length > 200 ? 2.5 : 4 }, svg("title", null, `${row.name}: ${key}=${row.overrides[key]}, ${sweep.metric} ${format.loss(metricOf(row, sweep))}`))));
       return svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": `${sweep.metric} against ${key}; the table of members has the numbers` }, drawn);
     });
     return el("figure", { id: `plot-parameter-${key}` }, el("figcaption", null, el("h3", null, `${sweep.metric} against ${key}`)), view.box);
@@ -85,7 +86,7 @@ function bestSection(sweep) {
   const drawn = sweep.best.slice(0, 6).filter((index) => (sweep.curves[index] || { step: [] }).step.length);
   if (!drawn.length) return null;
   const series = drawn.map((index, order) => ({ name: sweep.members.find((row) => row.index === index).name, x: sweep.curves[index].step, y: sweep.curves[index].loss, order: color(order) }));
-  const plot = curvePlot({ id: "plot-best", title: "Training loss of the best members", unit: "nats per token", height: 280, series, show: format.loss, showX: format.count, xTitle: "step", key: series.map((each, order) => ({ className: `b${color(order)}`, text: each.name })) });
+  const plot = curvePlot({ id: "plot-best", title: "Training loss of the best members", unit: "nats per token", height: 280, series, show: format.loss, showTick: (value) => digits(value), showX: format.count, xTitle: "step", key: series.map((each, order) => ({ className: `b${color(order)}`, text: each.name })) });
   return section("best", "Best members", plot.figure);
 }
 

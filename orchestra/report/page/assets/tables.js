@@ -24,7 +24,7 @@ function passes(word, row, columns, text) {
 }
 
 /**
- * A table. `columns`: {key, title, value(row), show(value, row), isText}. Options: caption, sortBy, isFiltered,
+ * A table. `columns`: {key, title, value(row), show(value, row), isText, isWide}. Options: caption, sortBy, isFiltered,
  * isSortable, onRows(rows): hears which rows are shown.
  */
 function table(columns, rows, options = {}) {
@@ -67,7 +67,7 @@ function table(columns, rows, options = {}) {
     body.replaceChildren(...shown.slice(0, state.most).map((row) => el("tr", null, columns.map((column, index) => {
       const cell = column.show(column.value(row), row);
       const name = index === 0 ? "th" : "td";
-      return el(name, { class: column.isText ? "text" : "number", scope: index === 0 ? "row" : null }, cell);
+      return el(name, { class: column.isText ? `text${column.isWide ? " wide" : ""}` : "number", scope: index === 0 ? "row" : null }, cell);
     }))));
     status.textContent = options.isFiltered ? `${shown.length} of ${rows.length} rows` : "";
     const left = shown.length - state.most;
