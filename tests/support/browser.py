@@ -104,8 +104,9 @@ class Browser:
         """Press keys one after the other; a single character is typed."""
         for key in keys:
             text = {"text": "\r" if key == "Enter" else key} if len(key) == 1 or key == "Enter" else {}
-            # The codes of signs are those of other keys.
-            code = _KEYS.get(key, ord(key.upper()) if key.isalnum() else 0)
+            # Codes of signs are those of other keys.
+            letter = ord(key.upper()) if len(key) == 1 and key.isalnum() else 0
+            code = _KEYS.get(key, letter)
             pressed = {"key": key, "windowsVirtualKeyCode": code, **text}
             self.ask("Input.dispatchKeyEvent", type="keyDown", **pressed)
             self.ask("Input.dispatchKeyEvent", type="keyUp", key=key, windowsVirtualKeyCode=code)

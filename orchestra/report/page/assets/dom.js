@@ -50,6 +50,7 @@ const format = {
   seconds(value) {
     if (!isNumber(value)) return "–";
     const size = Math.abs(value);
+    if (size === 0) return "0 s";
     if (size < 1e-3) return `${digits(value * 1e6)} µs`;
     if (size < 1) return `${digits(value * 1e3)} ms`;
     return size < 59.95 ? `${digits(value)} s` : format.duration(value);
@@ -57,6 +58,7 @@ const format = {
   duration(value) {
     if (!isNumber(value)) return "–";
     const whole = Math.round(value);
+    if (whole === 0) return "0";
     const pad = (number) => String(number).padStart(2, "0");
     const [days, hours, minutes, rest] = [Math.floor(whole / 86400), Math.floor(whole / 3600) % 24, Math.floor(whole / 60) % 60, whole % 60];
     if (days) return `${days} d ${pad(hours)}:${pad(minutes)} h`;
@@ -70,7 +72,7 @@ const format = {
     return `${value} B`;
   },
   ratio: (value) => (isNumber(value) ? `${value.toFixed(2)} ×` : "–"),
-  value: (value) => (value === null || value === undefined ? "null" : typeof value === "number" ? String(value) : String(value)),
+  value: (value) => (value === null || value === undefined ? "null" : String(value)),
   when: (value) => (isNumber(value) ? new Date(value * 1000).toISOString().replace("T", " ").slice(0, 16) + " UTC" : "–"),
 };
 

@@ -132,7 +132,7 @@ function drawCurves(data, width, current) {
     parts.push(svg("line", { class: "grid", x1: inner.left, x2: inner.right, y1: y(tick), y2: y(tick) }));
     parts.push(svg("text", { x: inner.left - 8, y: y(tick) + 4, "text-anchor": "end" }, (data.showTick || data.show)(tick)));
   }
-  const across = (data.isTime ? secondTicks : ticks)(xs[0], xs[1], Math.max(2, Math.floor(width / 130)));
+  const across = (data.isTime ? secondTicks : ticks)(xs[0], xs[1], Math.max(3, Math.floor(width / 130)));
   for (const tick of across.filter((value) => data.xTitle !== "step" || Number.isInteger(value))) {
     const anchor = x(tick) > inner.right - 20 ? "end" : x(tick) < inner.left + 20 ? "start" : "middle";
     parts.push(svg("text", { x: x(tick), y: height - 8, "text-anchor": anchor }, data.showX(tick)));

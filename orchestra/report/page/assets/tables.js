@@ -39,7 +39,8 @@ function table(columns, rows, options = {}) {
   });
   const body = el("tbody");
   const more = el("p", { class: "quiet" });
-  const texts = new Map(rows.map((row) => [row, columns.map((column) => String(column.show(column.value(row), row))).join(" ").toLowerCase()]));
+  // What a row says, for the filter alone.
+  const texts = new Map((options.isFiltered ? rows : []).map((row) => [row, columns.map((column) => el("i", null, column.show(column.value(row), row)).textContent).join(" ").toLowerCase()]));
   const state = { column: null, isDown: false, filter: "", most: options.most || MOST_SHOWN };
   const status = el("span", { role: "status", class: "quiet" });
 
@@ -51,7 +52,7 @@ function table(columns, rows, options = {}) {
 
   function draw() {
     const words = state.filter.split(/\s+/).filter(Boolean);
-    let shown = rows.filter((row) => words.every((word) => passes(word, row, columns, texts.get(row))));
+    let shown = rows.filter((row) => words.every((word) => passes(word, row, columns, texts.get(row) || "")));
     if (state.column) {
       const sign = state.isDown ? -1 : 1;
       const value = state.column.value;
