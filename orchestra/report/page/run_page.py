@@ -102,7 +102,8 @@ def run_page(files: RunFiles, now: float) -> Record:
     heat = heat_map(read_step_times(files.run))
     attempts = attempt_rows(attempt_times(events, files.all_rows), ended_attempts(events), files.began)
     checkpoints = checkpoint_rows(events, files.began)
-    plan = {"why": "its configuration could not be read"} if config is None else planned.speed(config)
+    unread: Record = {"why": "its configuration could not be read"}
+    plan = unread if config is None else planned.speed(config)
     recent = files.rows[-_RECENT_ROWS:]
     facts = Facts(
         state=state,

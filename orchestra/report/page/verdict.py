@@ -167,9 +167,9 @@ def _next(facts: Facts) -> list[str]:
         words.append(f"`orchestra resume {state.name}` goes on{_from(state)}")
     if state.state.is_alive:
         words.append(f"`orchestra logs {state.name} -f` follows it")
-    slow = [*facts.slow_now, *facts.slow_ever]
-    if slow:
-        words.append(f"look at {slow[0].host}: `orchestra doctor` there checks the machine")
+    hosts = [*(each.host for each in facts.slow_now), *(each.host for each in facts.slow_ever)]
+    if hosts:
+        words.append(f"look at {hosts[0]}: `orchestra doctor` there checks the machine")
     words += _about_time(facts.accounts)
     if not words:
         words.append(f"nothing: `orchestra eval {state.name}` measures its held-out loss")
