@@ -27,7 +27,7 @@ _COMPLETE = "__complete"
 
 
 # What each verb does. The verb `data pack` is the module data/data_pack_command: where several begin with a
-# word they share its folder.
+# word they share its folder; the others lie in the folder that _FOLDERS names, or here.
 VERBS = {
     "run": "train on this machine, in the foreground",
     "submit": "check, freeze and submit a Slurm job, and exit",
@@ -37,6 +37,7 @@ VERBS = {
     "cancel": "stop runs after their current step, with a checkpoint",
     "logs": "print or follow the logs of a run",
     "why": "tell what ended a run: first failing rank, host, traceback",
+    "report": "draw a run, several, or a sweep on one HTML page",
     "rehearse": "inject faults into a short copy of a run, and judge it",
     "eval": "measure a checkpoint's loss on held-out data",
     "generate": "sample text from a checkpoint",
@@ -52,7 +53,11 @@ VERBS = {
     "site init": "write a site file from what Slurm and this machine say",
     "bench network": "measure bandwidth inside and between nodes",
 }
-
+# Where verbs of one word lie that belong together: those that change runs, and those that look at them.
+_FOLDERS = {
+    **dict.fromkeys(("run", "submit", "resume", "cancel", "rehearse"), "run."),
+    **dict.fromkeys(("status", "logs", "why", "report"), "look."),
+}
 
 # Verbs of other tools, and what to type instead.
 INSTEAD = {
@@ -182,7 +187,8 @@ def _parser(verb: str) -> tuple[Parser, ModuleType]:
 def module_of(verb: str) -> str:
     """Return the name of the module of a verb."""
     first = verb.split()[0]
-    folder = f"{first}." if sum(each.startswith(f"{first} ") for each in VERBS) > 1 else ""
+    shared = f"{first}." if sum(each.startswith(f"{first} ") for each in VERBS) > 1 else ""
+    folder = _FOLDERS.get(verb, shared)
     return f"orchestra.cli.{folder}{verb.replace(' ', '_')}_command"
 
 

@@ -93,7 +93,7 @@ def _add_script(parser: ArgumentParser) -> None:
 
 def _print_script(arguments: Namespace) -> int:
     """Print what `orchestra submit --dry-run` prints. Raises ConfigError for what could not be submitted."""
-    from orchestra.cli import submit_command
+    from orchestra.cli.run import submit_command
 
     if arguments.framework:
         raise ConfigError(

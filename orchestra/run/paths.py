@@ -6,6 +6,7 @@ runs/<name>/
 ├── run.json                 name, signature, overrides, code revision, jobs, wandb id, resumes
 ├── metrics.jsonl            rank 0, one line per logged step
 ├── events/<writer>.jsonl    append-only, one writer per file
+├── times/<writer>.jsonl     each rank's own times in the steps that were timed
 ├── logs/attempt-000/        node-000.log (agent and torchrun), rank-00000.log (each worker),
 │                            rank-00000.stacks (of ranks that hung), rank-00000.collectives.json (of
 │                            collectives that stalled), nccl-0 (a dump of NCCL's own watchdog)
@@ -61,6 +62,8 @@ class RunDir:
     rehearsal = _Below("rehearsal.json")
     metrics = _Below("metrics.jsonl")
     events = _Below("events")
+    times = _Below("times")
+    report = _Below("report.html")
     samples = _Below("samples")
     heartbeats = _Below("heartbeats")
     checkpoints = _Below("checkpoints")
@@ -95,6 +98,9 @@ class RunDir:
 
     def event_file(self, writer: str) -> Path:
         return self.events / f"{writer}.jsonl"
+
+    def times_file(self, writer: str) -> Path:
+        return self.times / f"{writer}.jsonl"
 
     def attempt_logs(self, attempt: int) -> Path:
         return self.logs / f"attempt-{attempt:03d}"
@@ -132,6 +138,7 @@ class RunDir:
 # ├── array-000.sbatch      the batch scripts, word for word
 # ├── logs/jobs/            what Slurm's jobs wrote themselves: <array>_<task>_<node>_log.out
 # ├── control/              who submits: one claim per array
+# ├── report.html
 # └── 000/ 001/ …           the members' run directories
 
 
@@ -153,6 +160,7 @@ class SweepDir:
     plugins = _Below("plugins")
     job_logs = _Below("logs/jobs")
     control = _Below("control")
+    report = _Below("report.html")
 
     def code_of_array(self, array: int) -> Path:
         return self.path / f"code.array-{array:03d}"

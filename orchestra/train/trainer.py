@@ -52,6 +52,7 @@ from orchestra.run.planned_faults import planned_faults
 from orchestra.run.record import fallback_place, wandb_id
 from orchestra.run.rollback import BadSteps
 from orchestra.run.secret import key_of_attempt
+from orchestra.run.step_times import StepTimesFile
 from orchestra.run.stop_requests import StopRequest
 from orchestra.sizes.flops import head_dim, num_parameters
 from orchestra.sizes.step_shares import Part
@@ -306,7 +307,8 @@ def assemble(config: Config, mesh: Mesh, ranks: RankEnvironment, rank: RankAttem
     stopping = _stopping(config, mesh, peers, rank)
     events_of_rank_0 = rank.events if mesh.rank == 0 else None
     clock = DeviceClock() if mesh.device.type == "cuda" else HostClock()
-    step_times = StepTimes(config.recovery, peers, clock, events_of_rank_0, mesh.layout.pp)
+    own_times = StepTimesFile(rank.run, rank.attempt, mesh.rank)
+    step_times = StepTimes(config.recovery, peers, clock, events_of_rank_0, mesh.layout.pp, own_times)
     # One of the ranks that share samples writes them down.
     has_ledger = config.data.ledger and mesh.coordinates.tp == mesh.coordinates.cp == mesh.coordinates.pp == 0
     ledger = LedgerHook(Ledger(rank.run, mesh.rank, rank.attempt)) if has_ledger else None

@@ -2,8 +2,9 @@
 
 One step of every so many is timed, on all ranks the same one: the whole step less the marked communication,
 on a GPU by events in its stream that are read much later, so that no host ever waits for a device. A rank
-leaves its times in the ranks' store and goes on; rank 0 reads all of them in a thread and writes
-`straggler_found` and `straggler_gone`. A step that is not timed costs a comparison.
+leaves its times in its file (`orchestra.run.step_times`) and in the ranks' store and goes on; rank 0 reads
+all of them there in a thread and writes `straggler_found` and `straggler_gone`. A step that is not timed
+costs a comparison.
 
 Communication inside of what torch compiled has no marks: waits there count as a rank's own time and hide who
 is slow, but accuse no other rank.
@@ -30,6 +31,7 @@ from checkpointing.peers import Peers
 from conf.schema import RecoveryConfig
 from orchestra.parallel.marks import time_communication
 from orchestra.run.events import EventWriter, is_number
+from orchestra.run.step_times import StepTimesFile
 from orchestra.train.hooks import StepHook
 
 _TOPIC = "step times"
@@ -201,7 +203,7 @@ def _event() -> torch.cuda.Event:
 class StepTimes(StepHook):
     """Times this rank's steps. All ranks call `begin` and `end` for the same steps; neither waits.
 
-    `events` is rank 0's, where the stragglers are written; None on the others.
+    `events` is rank 0's, where the stragglers are written; None on the others. `file` takes what is timed.
     """
 
     def __init__(
@@ -211,7 +213,9 @@ class StepTimes(StepHook):
         clock: StepClock,
         events: EventWriter | None,
         num_stages: int = 1,
+        file: StepTimesFile | None = None,
     ) -> None:
+        self._file = file
         self._every_steps = config.straggler_every_steps if peers.world_size > 1 else None
         self._peers = peers
         self._clock = clock
@@ -252,6 +256,8 @@ class StepTimes(StepHook):
         if own_time_s is None or self._timed is None:
             return
         self._reported.append((self._timed, own_time_s))
+        if self._file is not None:
+            self._file.add(self._timed, own_time_s)
         report = {"host": self._host, "times": list(self._reported)}
         if self._watch is not None:
             self._watch.look(report)
@@ -261,8 +267,10 @@ class StepTimes(StepHook):
             self._peers.tell(_TOPIC, report)
 
     def close(self) -> None:
-        """End the thread. Never waits."""
+        """Write what is left and end the thread. Asks no device, which may be broken, and never waits."""
         time_communication(None)
+        if self._file is not None:
+            self._file.write()
         if self._watch is not None:
             self._watch.close()
 

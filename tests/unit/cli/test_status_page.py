@@ -13,7 +13,7 @@ from support.command_line import CommandLine
 from support.fake_slurm import FakeSlurm, queue_line
 from support.run_records import started_elsewhere, submitted, submitted_sweep
 
-from orchestra.cli.status_command import shortened
+from orchestra.cli.look.status_command import shortened
 from orchestra.cli.text import figures
 from orchestra.cli.text.resolve import all_targets, resolve, resolve_target
 from orchestra.errors import EXIT_USAGE, ConfigError

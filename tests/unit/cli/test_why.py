@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.command_line import CommandLine
 
-from orchestra.cli.why_command import attempt_lines, node_lines
+from orchestra.cli.look.why_command import attempt_lines, node_lines
 from orchestra.report.attempts import ended_attempts
 from orchestra.run.events import EventWriter, node_writer, rank_writer, read_events
 from orchestra.run.paths import RunDir

@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from orchestra.cli.sweep_text import member_rows, result_facts, results_table, tell_trials
+from orchestra.cli.run.sweep_text import member_rows, result_facts, results_table, tell_trials
 from orchestra.cli.text import describe
 from orchestra.cli.text.figures import number_of
 from orchestra.config.machine import this_machine

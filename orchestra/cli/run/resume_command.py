@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from conf.schema import LauncherName
-from orchestra.cli.run_command import ForegroundAttempt, add_output_options, print_plan, train
-from orchestra.cli.submit_command import job_lines, print_job_script
-from orchestra.cli.sweep_text import resume_sweep
+from orchestra.cli.run.run_command import ForegroundAttempt, add_output_options, print_plan, train
+from orchestra.cli.run.submit_command import job_lines, print_job_script
+from orchestra.cli.run.sweep_text import resume_sweep
 from orchestra.cli.text.describe import invocation
 from orchestra.cli.text.resolve import add_directory_option, resolve_target
 from orchestra.config.machine import Situation, this_machine
@@ -88,7 +88,7 @@ def _resume_sweep(arguments: Namespace, sweep: SweepDir) -> int:
     on_cluster = _typed_place(arguments.overrides)
     if bool(read_sweep(sweep).arrays) if on_cluster is None else on_cluster:
         return resume_sweep(arguments, sweep)
-    from orchestra.cli.sweep_here import resume_sweep_here
+    from orchestra.cli.run.sweep_here import resume_sweep_here
 
     return resume_sweep_here(arguments, sweep)
 

@@ -14,8 +14,8 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from orchestra.cli.resume_command import goes_to_cluster
-from orchestra.cli.run_command import add_output_options, search_path
+from orchestra.cli.run.resume_command import goes_to_cluster
+from orchestra.cli.run.run_command import add_output_options, search_path
 from orchestra.cli.text import figures
 from orchestra.cli.text.describe import invocation, shown, typed_name
 from orchestra.cli.text.figures import number_of

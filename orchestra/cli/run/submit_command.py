@@ -13,7 +13,7 @@ from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING
 
 from orchestra.cli.hydra_options import add_hydra_options, answered
-from orchestra.cli.run_command import add_output_options
+from orchestra.cli.run.run_command import add_output_options
 from orchestra.cli.text import describe, figures
 from orchestra.errors import EXIT_DONE, ConfigError
 from orchestra.run.paths import RunDir
@@ -73,7 +73,7 @@ def run(arguments: Namespace) -> int:
     if arguments.wait and arguments.dry_run:
         raise ConfigError("--wait and --dry-run: nothing is submitted, so there is nothing to wait for")
     if arguments.multirun:
-        from orchestra.cli.sweep_text import submit_sweep
+        from orchestra.cli.run.sweep_text import submit_sweep
 
         return submit_sweep(arguments)
     if arguments.force:
@@ -152,7 +152,7 @@ def _submit(placed: PlacedSubmission, estimate: Estimate | None, arguments: Name
         print("\n".join(job_lines(run, job, config.cluster, estimate)))
     if not arguments.wait:
         return EXIT_DONE
-    from orchestra.cli.sweep_text import wait
+    from orchestra.cli.run.sweep_text import wait
 
     return wait([run], config.run.metric, as_json=arguments.json)
 

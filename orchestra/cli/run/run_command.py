@@ -78,7 +78,7 @@ def run(arguments: Namespace) -> int:
     if answered(arguments, "run"):
         return EXIT_DONE
     if arguments.multirun:
-        from orchestra.cli.sweep_here import run_sweep
+        from orchestra.cli.run.sweep_here import run_sweep
 
         return run_sweep(arguments)
     if arguments.force:

@@ -1,0 +1,91 @@
+"""`orchestra report RUN…`: one HTML file of a run, of several side by side, or of a sweep.
+
+It reads files alone, asks no scheduler, and changes no run: the file goes where -o says, else into the run's
+directory as report.html.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import webbrowser
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+from orchestra import __version__
+from orchestra.cli.text.describe import shown
+from orchestra.cli.text.resolve import TARGET_HELP, Target, add_directory_option, resolve_target
+from orchestra.errors import EXIT_DONE, ConfigError
+from orchestra.report.page.configurations import differing
+from orchestra.report.page.html_page import html_page
+from orchestra.report.page.run_page import read_run, run_page
+from orchestra.report.page.sweep_page import sweep_page
+from orchestra.report.run_state import read_sweep_state
+from orchestra.run.files import Record, finite_or_null, write_atomically
+from orchestra.run.paths import RunDir, SweepDir
+
+# Beyond that many curves nobody tells one from another.
+_MOST_RUNS = 12
+_VERSION = 1
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", metavar="RUN", help=TARGET_HELP)
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="the file to write (default: report.html in the run)",
+    )
+    parser.add_argument("--open", action="store_true", help="show it in a browser")
+    parser.add_argument("--json", action="store_true", help="print the page's data, and write nothing")
+    add_directory_option(parser)
+
+
+def run(arguments: Namespace) -> int:
+    """Write the page, say where, and return 0. Raises ConfigError for runs that do not go into one page."""
+    targets = [resolve_target(text, arguments.dir) for text in arguments.runs]
+    data = page_data(targets, time.time())
+    if arguments.json:
+        print(json.dumps(finite_or_null(data)))
+        return EXIT_DONE
+    place = arguments.output or targets[0].report
+    if arguments.output is None and len(targets) > 1:
+        raise ConfigError("a page of several runs belongs to none of them; say where: -o FILE")
+    place.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(place, html_page(_title(targets), data), is_synced=False)
+    print(f"{shown(place.absolute())}: {place.stat().st_size / 1e6:.2f} MB")
+    for part in [*data["runs"], *filter(None, [data["sweep"]])]:
+        print(f"{part['name']}: {part['verdict']['sentence']}")
+    if arguments.open and not webbrowser.open(place.absolute().as_uri()):
+        print("note: no browser was found here; copy the file to where one is")
+    return EXIT_DONE
+
+
+def page_data(targets: Sequence[Target], now: float) -> Record:
+    """Return a page's data: runs side by side, or one sweep. Raises ConfigError for a mixture of both."""
+    sweeps = [target for target in targets if isinstance(target, SweepDir)]
+    runs = [target for target in targets if isinstance(target, RunDir)]
+    if sweeps and len(targets) > 1:
+        raise ConfigError(
+            f"RUN {sweeps[0].name} is a sweep, which has a page of its own; name it alone, or its members "
+            f"({sweeps[0].name}/000 …)"
+        )
+    if len(runs) > _MOST_RUNS:
+        raise ConfigError(f"{len(runs)} runs: at most {_MOST_RUNS} stand side by side on one page")
+    pages = [run_page(read_run(each, now), now) for each in runs]
+    configs = [page["config"] for page in pages]
+    return {
+        "version": _VERSION,
+        "orchestra": __version__,
+        "made": now,
+        "runs": pages,
+        "differences": differing(configs) if len(configs) > 1 else None,
+        "sweep": sweep_page(read_sweep_state(sweeps[0], now)) if sweeps else None,
+    }
+
+
+def _title(targets: Sequence[Target]) -> str:
+    return f"orchestra: {', '.join(target.name for target in targets)}"

@@ -1,0 +1,183 @@
+"""Pages of `orchestra report` in a headless browser: of a real run that was killed and rolled back, of a
+large run and of a sweep. Whether every plot is drawn, nothing is asked for, and keys do what a pointer does.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import ROOT, TINY, orchestra, run_of, train
+from support.browser import Browser
+from support.long_runs import long_run, long_sweep
+
+from orchestra.run.step_times import read_step_times
+
+pytestmark = pytest.mark.slow
+
+SECTIONS = (
+    *("loss", "gradients", "speed", "goodput", "attempts", "ranks", "memory", "checkpoints", "profile"),
+    *("energy", "configuration"),
+)
+CHECKS = (ROOT / "tests" / "support" / "page_checks.js").read_text()
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with Browser(tmp_path_factory.mktemp("browser")) as opened:
+        yield opened
+
+
+def assert_sound(browser: Browser, page: Path) -> None:
+    """Open a page at both widths in light and dark: drawn whole, silent, on its own, readable."""
+    for width in (390, 1280):
+        for is_dark in (False, True):
+            browser.open(page, width=width, is_dark=is_dark)
+            where = f"{page.name} at {width}, {'dark' if is_dark else 'light'}"
+            assert browser.value("document.documentElement.dataset.drawn") == "true", where
+            assert browser.complaints == [], where
+            assert browser.requests == [page.absolute().as_uri()], where
+            for check in ("empty", "nameless", "pale"):
+                assert browser.value(f"{CHECKS.strip()}.{check}()") == [], f"{check}: {where}"
+            assert browser.value("document.documentElement.scrollWidth") <= width, where
+            ids = browser.value("[...document.querySelectorAll('[id]')].map(each => each.id)")
+            assert len(ids) == len(set(ids)), where
+
+
+def texts(browser: Browser, selector: str) -> list[str]:
+    found: list[str] = browser.value(
+        f"[...document.querySelectorAll({json.dumps(selector)})].map(each => each.textContent)"
+    )
+    return found
+
+
+def focus(browser: Browser, selector: str) -> None:
+    browser.value(f"document.querySelector({json.dumps(selector)}).focus()")
+
+
+def data_of(page: Path) -> Any:
+    found = re.search(r'id="data">(.*?)</script>', page.read_text(), re.DOTALL)
+    assert found is not None
+    return json.loads(found[1])
+
+
+def test_a_run_that_was_killed_and_went_back_is_told_as_its_files_tell_it(
+    browser: Browser, tmp_path: Path
+) -> None:
+    faults = "{at_step: 12, rank: 1, fault: sigkill},{attempt: 1, at_step: 24, rank: 0, fault: spike}"
+    train(
+        tmp_path,
+        "story",
+        *TINY,
+        "train.steps=32",
+        "train.log_every=1",
+        "checkpoint.every_steps=5",
+        "cluster.gpus_per_node=2",
+        "recovery.straggler_every_steps=1",
+        "recovery.loss_spike.action=roll_back",
+        "recovery.loss_spike.window=8",
+        "recovery.roll_back.steps_before=4",
+        "recovery.roll_back.skip_steps=8",
+        f"recovery.inject=[{faults}]",
+    )
+    run = run_of(tmp_path, "story")
+    said = orchestra(tmp_path, "report", "story").stdout
+    assert "Finished 32 of 32 steps" in said
+    page = run.path / "report.html"
+    assert_sound(browser, page)
+    own = [*read_step_times(run)]
+    assert {each.rank for each in own} == {0, 1}
+    (shown,) = data_of(page)["runs"]
+    assert {each["rank"] for each in shown["heat"]["ranks"]} == {0, 1}
+    assert [each["kind"] for each in shown["attempts"]] == ["rank_failed", "loss", "finished"]
+    assert shown["attempts"][0]["cause"] == "killed by SIGKILL"
+    rows = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    last = {row["step"]: row["loss"] for row in rows}
+    columns = shown["curves"]["columns"]
+    assert columns["step"] == list(range(1, 33))
+    assert columns["loss"] == pytest.approx([last[step] for step in columns["step"]], rel=1e-5)
+    assert len(rows) == len(columns["step"]) + shown["void"]["num_rows"]
+    # The browser is at 1280 pixels now: what a reader sees of it.
+    assert [each for each in SECTIONS if not browser.value(f"!!document.getElementById('{each}')")] == []
+    ends = texts(browser, "#attempts tbody tr")
+    assert "rank failed (planned)" in ends[0]
+    assert "killed by SIGKILL" in ends[0]
+    assert "rolled back (planned)" in ends[1]
+    focus(browser, "#plot-loss [role=slider]")
+    browser.press("Home")
+    first = browser.value("document.activeElement.getAttribute('aria-valuetext')")
+    assert first.startswith(f"step 1, {last[1]:.4f}")
+    browser.press("ArrowRight", "ArrowRight")
+    assert f"step 3, {last[3]:.4f}" in texts(browser, "#plot-loss .tip")[0].replace("step 3", "step 3, ")
+
+
+def test_a_large_run_is_small_and_its_cells_are_reached_by_keys(browser: Browser, tmp_path: Path) -> None:
+    long_run(tmp_path / "runs", steps=20_000, nodes=8)
+    orchestra(tmp_path, "report", "long", "-o", "long.html")
+    page = tmp_path / "long.html"
+    assert page.stat().st_size < 1_000_000
+    assert_sound(browser, page)
+    focus(browser, "#ranks [role=slider]")
+    browser.press("End")
+    assert "rank 0 on node1, slowest of steps" in browser.value(
+        "document.activeElement.getAttribute('aria-valuetext')"
+    )
+    browser.value("document.querySelector('#ranks summary').click()")
+    browser.value("new Promise(done => setTimeout(done))")
+    assert texts(browser, "#ranks tbody tr th")[0] == "13", "the slowest rank comes first"
+    browser.value("document.querySelector('#plot-loss input[value=time_s]').click()")
+    browser.value("new Promise(done => requestAnimationFrame(() => setTimeout(done)))")
+    assert "cursor over time" in browser.value(
+        "document.querySelector('#plot-loss [role=slider]').getAttribute('aria-label')"
+    )
+
+
+def test_a_sweep_is_sorted_and_filtered_by_keys(browser: Browser, tmp_path: Path) -> None:
+    long_sweep(tmp_path / "runs", 120)
+    orchestra(tmp_path, "report", "lr-sweep")
+    page = tmp_path / "runs" / "lr-sweep" / "report.html"
+    assert_sound(browser, page)
+    losses = texts(browser, "#members tbody td:nth-child(4)")
+    assert losses == sorted(losses)
+    focus(browser, "#members thead th:nth-child(2) button")
+    browser.press("Enter")
+    assert texts(browser, "#members th[aria-sort=ascending]") == ["lr"]
+    rates = [float(text) for text in texts(browser, "#members tbody td:nth-child(2)")]
+    assert rates == sorted(rates)
+    browser.press("Enter")
+    assert texts(browser, "#members th[aria-sort=descending]") == ["lr"]
+    focus(browser, "#members input")
+    browser.press(*"seed=1 lr<0.0002 finished")
+    members = data_of(page)["sweep"]["members"]
+    wanted = [
+        each["index"]
+        for each in members
+        if each["overrides"]["train.seed"] == 1
+        and each["overrides"]["optim.lr"] < 2e-4
+        and each["state"] == "finished"
+    ]
+    assert wanted
+    assert sorted(int(text) for text in texts(browser, "#members tbody th")) == wanted
+    assert texts(browser, "#members [role=status]") == [f"{len(wanted)} of 120 rows"]
+
+
+def test_runs_side_by_side_and_runs_that_never_started(browser: Browser, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    long_run(runs, steps=400, nodes=1, slow=(3, 1.2))
+    (runs / "long").rename(runs / "one")
+    long_run(runs, steps=300, nodes=1, slow=(3, 1.0))
+    config = (runs / "long" / "config.yaml").read_text()
+    (runs / "long" / "config.yaml").write_text(config.replace("seed: 0", "seed: 4"))
+    (runs / "new").mkdir()
+    (runs / "new" / "run.json").write_text('{"name":"new","jobs":[],"steps":9}')
+    orchestra(tmp_path, "report", "one", "long", "new", "-o", "three.html")
+    assert_sound(browser, tmp_path / "three.html")
+    assert "3 runs side by side" in texts(browser, "h1")
+    assert any("no attempt of it has started" in text for text in texts(browser, ".notes li"))
+    assert any("train.seed" in text for text in texts(browser, "#configuration tbody tr"))
+    refused = orchestra(tmp_path, "report", "one", "long", code=2)
+    assert "say where: -o FILE" in refused.stderr
