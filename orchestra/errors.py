@@ -24,6 +24,9 @@ from collections.abc import Sequence
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
+# Of `orchestra watch`: an alert fires; none does, but not all could be seen.
+EXIT_ALERT = 3
+EXIT_UNSEEN = 4
 EXIT_STOPPED = 75
 EXIT_DO_NOT_RESTART = 93
 EXIT_INTERRUPTED = 130

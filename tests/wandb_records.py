@@ -10,17 +10,35 @@ from typing import Any
 
 
 def recorded_rows(file: Path) -> list[dict[str, Any]]:
-    """Read the history of a .wandb file: LevelDB's log format around wandb's own protocol buffers."""
+    """Read the history of a .wandb file."""
+    return [
+        {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+        for record in _records(file, "history")
+    ]
+
+
+def recorded_config(file: Path) -> dict[str, Any]:
+    """Read the configuration that the run was opened with."""
+    run = next(_records(file, "run")).run
+    return {item.key: json.loads(item.value_json) for item in run.config.update}
+
+
+def recorded_table(file: Path, name: str) -> dict[str, Any]:
+    """Read a table that was logged once, from the folder of the file."""
+    (place,) = (file.parent / "files" / "media" / "table").glob(f"{name}_*.table.json")
+    table: dict[str, Any] = json.loads(place.read_text())
+    return table
+
+
+def _records(file: Path, kind: str) -> Iterator[Any]:
+    """Yield the records of a kind: LevelDB's log format around wandb's own protocol buffers."""
     from wandb.proto import wandb_internal_pb2
 
-    rows = []
     for block in log_records(file.read_bytes()):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(block)
-        if record.WhichOneof("record_type") == "history":
-            items = record.history.item
-            rows.append({item.key or item.nested_key[0]: json.loads(item.value_json) for item in items})
-    return rows
+        if record.WhichOneof("record_type") == kind:
+            yield record
 
 
 def log_records(content: bytes) -> Iterator[bytes]:

@@ -38,6 +38,9 @@ VERBS = {
     "logs": "print or follow the logs of a run",
     "why": "tell what ended a run: first failing rank, host, traceback",
     "report": "draw a run, several, or a sweep on one HTML page",
+    "top": "show all runs or one, live in the terminal",
+    "watch": "say when something is wrong with runs: terminal, webhook, mail, wandb",
+    "profile": "trace the next steps of a run that trains",
     "rehearse": "inject faults into a short copy of a run, and judge it",
     "eval": "measure a checkpoint's loss on held-out data",
     "generate": "sample text from a checkpoint",
@@ -56,7 +59,7 @@ VERBS = {
 # Where verbs of one word lie that belong together: those that change runs, and those that look at them.
 _FOLDERS = {
     **dict.fromkeys(("run", "submit", "resume", "cancel", "rehearse"), "run."),
-    **dict.fromkeys(("status", "logs", "why", "report"), "look."),
+    **dict.fromkeys(("status", "logs", "why", "report", "top", "watch", "profile"), "look."),
 }
 
 # Verbs of other tools, and what to type instead.
@@ -74,6 +77,9 @@ INSTEAD = {
     **dict.fromkeys(("stop", "kill", "scancel"), "`orchestra cancel RUN` stops a run with a checkpoint"),
     **dict.fromkeys(("restart", "continue", "requeue"), "`orchestra resume RUN` goes on with a run"),
     **dict.fromkeys(("tail", "log"), "`orchestra logs RUN -f` follows a run"),
+    **dict.fromkeys(("htop", "live", "dashboard", "tui"), "`orchestra top` shows runs live"),
+    **dict.fromkeys(("trace", "perf"), "`orchestra profile RUN` traces the next steps of a run"),
+    **dict.fromkeys(("alert", "alerts", "monitor"), "`orchestra watch RUN` says when something is wrong"),
     **dict.fromkeys(("explain", "debug", "diagnose"), "`orchestra why RUN` tells what ended a run"),
     **dict.fromkeys(("keys", "cfg", "presets"), "`orchestra config` explains keys and presets"),
     **dict.fromkeys(

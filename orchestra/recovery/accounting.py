@@ -24,7 +24,10 @@ from orchestra.run.files import Record
 
 # Events that a command writes about a run, at any time, and what is decided after an attempt: none is a sign
 # of life of it.
-_NO_SIGNS_OF_LIFE = ("submitted", "cancelled", "requeued", "checkpoint_verified", "restarting")
+_NO_SIGNS_OF_LIFE = (
+    *("submitted", "cancelled", "requeued", "checkpoint_verified", "restarting"),
+    *("alert_raised", "alert_ended"),
+)
 # Decisions after which the leader starts no ranks in its own job.
 _STARTS_NOTHING = ("give_up", "requeue")
 # Rows from which the usual time of a step is taken.

@@ -223,7 +223,7 @@ _EVENTS = (
     *OF_LINEAGE,
 )
 # The writers of events that stand for a command, not for an attempt.
-_OF_COMMANDS = ("submit.", "cancel.", "verify.")
+_OF_COMMANDS = ("submit.", "cancel.", "verify.", "watch.")
 # In a frozen configuration: the key `steps` of the section `train`, which is written by OmegaConf.
 _STEPS = re.compile(r"^train:\n(?:[ #].*\n)*?  steps: (\d{1,18})$", re.MULTILINE)
 
@@ -486,7 +486,7 @@ def read_ending(
         goes_on = verdict.code in (EXIT_STOPPED, EXIT_INTERRUPTED) and is_requeued
         return (RunPhase.queued if goes_on else verdict.state), verdict
     if not is_of_this_host(attempt.start):
-        is_silent = now - _last_written([run.metrics, *event_files(run)]) >= _SILENCE_S
+        is_silent = now - _last_written([run.metrics, *_own_event_files(run)]) >= _SILENCE_S
         return (RunPhase.unknown if is_silent else RunPhase.running), None
     if leader_lives(attempt.start):
         return RunPhase.running, None
@@ -535,8 +535,11 @@ def _may_still_start(record: Record) -> bool:
 
 def attempt_files(run: RunDir) -> list[Path]:
     """Return the files that an attempt writes while it lives; those of commands about the run left out."""
-    events = [file for file in event_files(run) if not file.name.startswith(_OF_COMMANDS)]
-    return [run.metrics, *events, *run.logs.glob("attempt-*/*.log")]
+    return [run.metrics, *_own_event_files(run), *run.logs.glob("attempt-*/*.log")]
+
+
+def _own_event_files(run: RunDir) -> list[Path]:
+    return [file for file in event_files(run) if not file.name.startswith(_OF_COMMANDS)]
 
 
 def last_growth(run: RunDir) -> float:

@@ -161,11 +161,11 @@ _LEFT = ("COMPLETING", "STAGE_OUT")
 
 
 def read_states(
-    targets: Sequence[RunDir | SweepDir], now: float
+    targets: Sequence[RunDir | SweepDir], now: float, questions: Questions | None = None
 ) -> tuple[list[RunState | SweepState], list[str]]:
     """Return the states of runs and sweeps, and why Slurm could not be asked if it could not.
 
-    Slurm is asked once for all of them.
+    Slurm is asked once for all of them; `questions`: see `with_scheduler`.
     """
     own = [_own_state(target, now) for target in targets]
     pairs: list[tuple[RunDir, RunState]] = []
@@ -174,7 +174,7 @@ def read_states(
             pairs += [(member.run, member.state) for member in state.members]
         else:
             pairs.append((RunDir(Path(state.path)), state))
-    told, problems = with_scheduler([run for run, _ in pairs], [state for _, state in pairs])
+    told, problems = with_scheduler([run for run, _ in pairs], [state for _, state in pairs], questions)
     words = iter(told)
     states: list[RunState | SweepState] = []
     for state in own:

@@ -17,7 +17,7 @@ runs/<name>/
 ├── job.sbatch               the batch script, word for word
 ├── checkpoints/             step-00000100/ with manifest.json, unless checkpoint.dir says another place
 ├── control/                 attempt-001.claim: who leads that attempt; attempt-001.stop-….json: who asks it
-│                            to stop
+│                            to stop; attempt-001.profile-….json: to trace some steps
 ├── heartbeats/node-000.json how far that node's ranks have come, every ten seconds anew
 ├── rehearsal.json           of a rehearsal's run with faults: what it is compared with
 ├── samples/  profile/  wandb/
@@ -91,6 +91,9 @@ class RunDir:
 
     def stop_request(self, attempt: int, token: str) -> Path:
         return self.control / f"attempt-{attempt:03d}.stop-{token}.json"
+
+    def profile_request(self, attempt: int, token: str) -> Path:
+        return self.control / f"attempt-{attempt:03d}.profile-{token}.json"
 
     def meeting(self, job: str, restart: int) -> Path:
         """Where the nodes of one start of a job learn which attempt it is and where they meet."""

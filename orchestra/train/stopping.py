@@ -1,4 +1,5 @@
-"""How all ranks agree on one step to stop after, or to save by the clock, without waiting for a device.
+"""How all ranks agree on one step to stop after, to save by the clock, or to trace the next steps, without
+waiting for a device.
 
 Rank 0 alone looks for requests, in a thread, so that a slow file system holds up no step. It answers in
 rounds: after a step it starts to broadcast "stop" or "go on" (two integers from host to host, in the
@@ -18,14 +19,17 @@ import dataclasses
 import math
 import threading
 import time
+from collections import deque
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from checkpointing.checkpoint_errors import FalseWordError
 from checkpointing.peers import Peers
-from orchestra.run import stop_requests
+from orchestra.run import profile_requests, stop_requests
 from orchestra.run.paths import RunDir
+from orchestra.run.profile_requests import MOST_RANKS, ProfileRequest
 from orchestra.run.stop_requests import StopRequest
 
 # How often rank 0 looks into the folder of requests.
@@ -34,14 +38,30 @@ LOOK_S = 1.0
 ROUND_S = 0.5
 
 
+# Of an answer: whether to stop, the next round's span, whether to save, steps to trace, ranks that trace.
+_STOP, _SPAN, _SAVE, _TRACE, _RANKS = range(5)
+_NO_RANK = -1
+
+
+@dataclass(frozen=True)
+class TraceOrder:
+    """The next so many steps are to be traced on these ranks; empty: on all."""
+
+    steps: int
+    ranks: tuple[int, ...]
+
+
 class RequestWatch:
-    """Looks for a request to stop one attempt, once a second, in a thread. *Rank 0 only*."""
+    """Looks for requests to stop one attempt, or to trace it, once a second, in a thread. *Rank 0 only*."""
 
     def __init__(self, run: RunDir, attempt: int) -> None:
         self._run = run
         self._attempt = attempt
         self._is_over = threading.Event()
         self.seen: StopRequest | None = None
+        # Requests to trace that nobody has taken yet, and the tokens of all that were seen.
+        self._traces: deque[ProfileRequest] = deque()
+        self._tokens: set[str] = set()
         self._thread = threading.Thread(target=self._follow, name="stop requests", daemon=True)
 
     def start(self) -> None:
@@ -57,6 +77,14 @@ class RequestWatch:
         # A file system that fails now may answer the next time; the training does not need it here.
         with contextlib.suppress(OSError):
             self.seen = stop_requests.read_request(self._run, self._attempt)
+            for request in profile_requests.read_requests(self._run, self._attempt):
+                if request.token not in self._tokens:
+                    self._tokens.add(request.token)
+                    self._traces.append(request)
+
+    def take_trace(self) -> ProfileRequest | None:
+        """Return the oldest request to trace that was not taken yet."""
+        return self._traces.popleft() if self._traces else None
 
     def close(self) -> None:
         """End the thread; never waits for it."""
@@ -93,6 +121,8 @@ class Stopping:
         self._clock = clock
         # Whether the step that `is_due` was last asked about is to be saved by the clock.
         self.is_save_due = False
+        # What is to be traced from the step after it on.
+        self.trace: TraceOrder | None = None
         self._answer: torch.Tensor | None = None
         self._work: dist.Work | None = None
         self._read_at = 0
@@ -112,12 +142,12 @@ class Stopping:
 
         It waits for rank 0's host where steps are slow, or where this rank is a whole round ahead of it.
         """
-        self.is_save_due = False
+        self.is_save_due, self.trace = False, None
         if step < self._read_at:
             return False
         if self._answer is None:
             self._send(step, span=0)
-        is_stop, span, self.is_save_due = self._read()
+        is_stop, span, self.is_save_due, self.trace = self._read()
         if is_stop:
             return True
         self._read_at = step + max(1, span)
@@ -132,23 +162,28 @@ class Stopping:
 
     def _send(self, step: int, span: int) -> None:
         """Start a round of `span` steps; 0: it is read at once, and so is the next, one step later."""
-        self._answer = torch.zeros(3, dtype=torch.int64)
+        self._answer = torch.zeros(_RANKS + MOST_RANKS, dtype=torch.int64)
         if self._watch is not None:
-            self._answer[0] = int(self._watch.seen is not None)
-            self._answer[1] = self._next_span(step, span)
-            self._answer[2] = int(self._clock is not None and self._clock.has_passed())
+            self._answer[_STOP] = int(self._watch.seen is not None)
+            self._answer[_SPAN] = self._next_span(step, span)
+            self._answer[_SAVE] = int(self._clock is not None and self._clock.has_passed())
+            if (asked := self._watch.take_trace()) is not None:
+                padded = (*asked.ranks, *[_NO_RANK] * (MOST_RANKS - len(asked.ranks)))
+                self._answer[_TRACE] = asked.steps
+                self._answer[_RANKS:] = torch.tensor(padded)
         if self._peers.world_size > 1:
             self._work = dist.broadcast(self._answer, src=0, async_op=True)
 
-    def _read(self) -> tuple[bool, int, bool]:
-        """Return rank 0's answer: whether to stop, the span of the next round, whether to save."""
+    def _read(self) -> tuple[bool, int, bool, TraceOrder | None]:
+        """Return rank 0's answer: whether to stop, the next round's span, whether to save, what to trace."""
         answer, self._answer = self._answer, None
         assert answer is not None
         if self._work is not None:
             self._work.wait()
             self._work = None
-        is_stop, span, is_save = answer.tolist()
-        return bool(is_stop), span, bool(is_save)
+        is_stop, span, is_save, steps, *ranks = answer.tolist()
+        order = TraceOrder(steps, tuple(rank for rank in ranks if rank != _NO_RANK)) if steps else None
+        return bool(is_stop), span, bool(is_save), order
 
     def _next_span(self, step: int, span: int) -> int:
         """Return how many steps the round after this one is to span: as many as fit, growing step by step."""

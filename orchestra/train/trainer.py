@@ -141,6 +141,7 @@ class Trainer:
         self.rank.step = self.rank.begin = begin
         if begin < last_step and self.stopping.begin(begin):
             return self._request(begin)
+        self._trace_next(begin)
         if begin < last_step and self.evaluation is not None:
             at_start = self.evaluation.begin(begin, lambda: self.hooks.enter(Phase.setup))
             self._show(at_start.columns("_at_start"))
@@ -151,12 +152,18 @@ class Trainer:
             self.hooks.after_step(trained)
             self.hooks.enter(Phase.agree, step)
             is_stop = self.stopping.is_due(step) and step < last_step
+            self._trace_next(step)
             request = self._request(step) if is_stop else None
             self.hooks.enter(Phase.record, step)
             self._record_and_save(trained, request)
             if request is not None:
                 return request
         return None
+
+    def _trace_next(self, step: int) -> None:
+        """Trace the steps after `step` where all ranks have just agreed to."""
+        if (order := self.stopping.trace) is not None:
+            self.profiler.trace(step + 1, order.steps, order.ranks)
 
     def _train_step(self, step: int) -> TrainedStep:
         """Wait for the batch and train it."""
@@ -397,7 +404,12 @@ def _profiler(
         built.parallelized.stage.settle()
         stopping.settle()
 
-    return StepProfiler(config.train.profile, rank.run, mesh.rank, mesh.traffic, settle)
+    def written(first: int, last: int) -> None:
+        # A full disk takes the record.
+        with contextlib.suppress(OSError):
+            rank.events.write("profiled", step=last, first_step=first)
+
+    return StepProfiler(config.train.profile, rank.run, mesh.rank, mesh.traffic, settle, written)
 
 
 def build_replay(
@@ -508,7 +520,7 @@ def run_rank(run: RunDir, attempt: int, from_memory: int | None = None, heart: H
     try:
         config = read_config(run.config)
         if ranks.rank == 0:
-            mirror = WandbMirror.start(run, config, events)
+            mirror = WandbMirror.start(run, config, events, attempt)
         # After an exception nothing is closed: that could wait for ranks that wait for this one.
         with open_mesh(config, ranks) as mesh:
             if mesh.rank == 0 and mesh.ranks_on_device > 1:

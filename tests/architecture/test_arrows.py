@@ -22,7 +22,7 @@ ORDER = (
     # the data plane
     "train",
     # the control plane
-    *("recovery", "plan", "report"),
+    *("recovery", "plan", "report", "alerts"),
     *("config", "submit", "doctor", "agents", "rehearsal", "cli", "__main__"),
 )
 CONTROL_PLANE = set(ORDER[ORDER.index("recovery") :])

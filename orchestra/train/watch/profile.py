@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -35,6 +35,7 @@ class StepProfiler(StepHook):
     """Traces the steps `config.steps[0]` to `config.steps[1]`, both included, on the ranks of `config.ranks`.
 
     A run that resumes inside that range traces what is left of it; one that ends inside it writes on `close`.
+    `trace` asks for others while the run trains; `on_written` is told the first and the last step of a trace.
     `traffic` counts what this rank sends; without one no bytes are recorded. `settle` waits for collectives
     that a step leaves under way: one that ended after the trace would write into memory that is gone.
     """
@@ -46,6 +47,7 @@ class StepProfiler(StepHook):
         rank: int,
         traffic: Traffic | None = None,
         settle: Callable[[], None] = lambda: None,
+        on_written: Callable[[int, int], None] = lambda _first, _last: None,
     ) -> None:
         self._first, self._last = config.steps
         self._is_armed = config.enabled and rank in config.ranks
@@ -54,9 +56,20 @@ class StepProfiler(StepHook):
         self._rank = rank
         self._traffic = traffic or Traffic()
         self._settle = settle
+        self._on_written = on_written
         self._bytes_sent: Counter[str] = Counter()
         self._profile: profile | None = None
         self._began_at = self._ended_at = 0
+
+    def trace(self, first: int, num_steps: int, ranks: Sequence[int]) -> None:
+        """Trace the steps from `first` on, on these ranks (none: on all), where no trace is under way. All
+        ranks are told the same; an order that has not begun yet is replaced.
+        """
+        if self._profile is not None:
+            return
+        self._first, self._last = first, first + num_steps - 1
+        self._is_armed = not ranks or self._rank in ranks
+        self._is_recorder = self._rank == min(ranks, default=0)
 
     def around_step(self, step: int) -> AbstractContextManager[object]:
         """Return the context that traces `step`, where it is one of those to trace."""
@@ -74,6 +87,8 @@ class StepProfiler(StepHook):
         _wait_for_device()
         tracing.stop()
         self._write(tracing)
+        self._bytes_sent.clear()
+        self._on_written(self._began_at, self._ended_at)
 
     @contextmanager
     def _traced(self, step: int) -> Iterator[None]:

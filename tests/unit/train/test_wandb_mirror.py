@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from wandb_records import recorded_rows
+from wandb_records import recorded_config, recorded_rows, recorded_table
 
 from conf.schema import Config, WandbConfig, WandbMode
 from launchers import processes
 from orchestra.run.config_file import write_config
-from orchestra.run.events import EventWriter, read_events
+from orchestra.run.events import EventWriter, node_writer, rank_writer, read_events
 from orchestra.run.files import JsonLinesWriter, Record
 from orchestra.run.paths import RunDir
 from orchestra.train.watch.wandb_mirror import WandbMirror
@@ -36,6 +36,7 @@ class Trainer:
     config: Config
     metrics: JsonLinesWriter
     mirror: WandbMirror
+    attempt: int = 0
 
     @property
     def pid(self) -> int:
@@ -45,7 +46,14 @@ class Trainer:
     def train(self, steps: range) -> None:
         for step in steps:
             self.metrics.write(
-                {"step": step, "time": 1.7e9 + step, "loss": 5.0 / step, "lr": None, "mfu": 0.25}
+                {
+                    "step": step,
+                    "time": 1.7e9 + step,
+                    "loss": 5.0 / step,
+                    "lr": None,
+                    "mfu": 0.25,
+                    "attempt": self.attempt,
+                }
             )
 
     def finish(self, steps: range) -> None:
@@ -55,13 +63,17 @@ class Trainer:
         self.metrics.close()
 
 
-def begin(run: RunDir, **settings: Any) -> Trainer:
+def begin(run: RunDir, attempt: int = 0, goes_on_after: int = 0, **settings: Any) -> Trainer:
+    """Begin an attempt whose rank 0 has restored the state after a step."""
     config = Config(wandb=WandbConfig(**settings))
     run.path.mkdir(parents=True, exist_ok=True)
     write_config(run.config, config)
     run.record.write_text(json.dumps({"name": run.name, "wandb_id": "abcd1234"}))
-    mirror = WandbMirror.start(run, config, EventWriter(run, "attempt-000.rank-00000", 0))
-    return Trainer(run, config, JsonLinesWriter(run.metrics), mirror)
+    events = EventWriter(run, rank_writer(attempt, 0), attempt, rank=0)
+    mirror = WandbMirror.start(run, config, events, attempt)
+    EventWriter(run, node_writer(attempt, 0), attempt).write("attempt_started", job="7")
+    events.write("restored", step=goes_on_after)
+    return Trainer(run, config, JsonLinesWriter(run.metrics), mirror, attempt)
 
 
 @pytest.fixture
@@ -107,14 +119,66 @@ def test_offline_run_holds_every_row_written_before_close(run: RunDir) -> None:
 
 
 @pytest.mark.slow
-def test_second_attempt_replays_the_rows_under_the_same_id(run: RunDir) -> None:
-    for steps in (range(1, 6), range(4, 9)):
-        begin(run, mode=WandbMode.offline).finish(steps)
-        time.sleep(1)  # wandb names its folders by the second
-    first, second = offline_files(run)
-    assert first.name == second.name == "run-abcd1234.wandb"
-    assert [row["step"] for row in recorded_rows(second)] == [1, 2, 3, 4, 5, 4, 5, 6, 7, 8]
-    assert [row["_step"] for row in recorded_rows(second)] == list(range(10))
+@pytest.mark.timeout(300)
+def test_two_kills_and_a_roll_back_make_one_run_with_each_step_once(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = "planted-7f3a-secret"
+    for name in ("WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "MY_TOKEN"):
+        monkeypatch.setenv(name, secret)
+    # The mirror of the first attempt is killed with its rank, that of the second one ends by itself.
+    first = begin(run, mode=WandbMode.offline)
+    first.train(range(1, 9))
+    assert eventually(lambda: bool(offline_files(run)), 60)
+    os.kill(first.pid, signal.SIGKILL)
+    first.finish(range(9, 10))
+    sleep_into_the_next_second()
+    begin(run, 1, 5, mode=WandbMode.offline).finish(range(6, 13))
+    sleep_into_the_next_second()
+    third = begin(run, 2, 10, mode=WandbMode.offline)
+    third.finish(range(11, 19))
+    EventWriter(run, rank_writer(2, 1), 2, rank=1).write("roll_back", step=18, to=10, cause="loss spike")
+    sleep_into_the_next_second()
+    fourth = begin(run, 3, 10, mode=WandbMode.offline)
+    # Whoever stood still meanwhile adds rows of an older attempt.
+    third.metrics = JsonLinesWriter(run.metrics)
+    third.train(range(19, 22))
+    EventWriter(run, rank_writer(3, 0), 3, rank=0).write("finished", code=0, step=20)
+    fourth.finish(range(11, 21))
+
+    (file,) = offline_files(run)
+    assert file.name == "run-abcd1234.wandb"
+    rows = recorded_rows(file)
+    assert [row["step"] for row in rows] == [row["_step"] for row in rows] == list(range(1, 21))
+    assert [row["attempt"] for row in rows] == [0] * 5 + [1] * 5 + [3] * 10
+    table = recorded_table(file, "events")
+    assert [event for _, attempt, event, *_ in table["data"] if attempt == 2] == [
+        *("attempt_started", "restored", "roll_back"),
+    ]
+    config = recorded_config(file)
+    assert config["provenance"]["attempt"] == 3
+    assert config["provenance"]["job"] == "7"
+    written = [path.read_bytes() for path in run.path.rglob("*") if path.is_file()]
+    assert written
+    assert not any(secret.encode() in content for content in written)
+
+
+def sleep_into_the_next_second() -> None:
+    """Wandb names its folders by the second."""
+    time.sleep(1.05)
+
+
+def test_a_mirror_falls_silent_when_a_newer_attempt_was_claimed(run: RunDir) -> None:
+    trainer = begin(run, mode=WandbMode.offline)
+    trainer.train(range(1, 4))
+    assert eventually(lambda: os.getpriority(os.PRIO_PROCESS, trainer.pid) == 10, 60)
+    run.control.mkdir(exist_ok=True)
+    run.claim(1).write_text("{}")
+    process = trainer.mirror._process
+    assert process is not None
+    assert process.wait(60) == 0
+    trainer.finish(range(4, 9))
+    assert set(recorded_steps(run)) <= {1, 2, 3}
 
 
 @pytest.mark.slow

@@ -1,0 +1,191 @@
+"""Where alerts go: a terminal, JSON lines, a webhook, mail. Each send is limited in time, and its failure is
+told. Called by `orchestra watch`.
+"""
+
+from __future__ import annotations
+
+import email.message
+import email.utils
+import json
+import shutil
+import smtplib
+import socket
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TextIO
+from urllib.parse import urlsplit
+
+from orchestra.alerts.announced import News
+from orchestra.errors import ConfigError, OrchestraError
+from orchestra.run.files import Record
+from orchestra.run.stop_requests import user_name
+
+SEND_S = 10.0
+TERMINAL = "terminal"
+
+
+class UndeliveredError(OrchestraError):
+    """Raised when an outlet could not be told; it is tried again at the next look."""
+
+
+class Outlet(Protocol):
+    """Somewhere to say an alert."""
+
+    @property
+    def name(self) -> str:
+        """What the events of a run call it."""
+
+    def tell(self, change: News) -> None:
+        """Say it. Raises UndeliveredError."""
+
+
+def record_of(change: News) -> Record:
+    """Return a change as JSON has it."""
+    alert = change.alert
+    return {
+        "state": "raised" if change.ended is None else "ended",
+        "detector": alert.detector,
+        "run": alert.subject,
+        "key": alert.key,
+        "evidence": alert.evidence,
+        "since": alert.since,
+        "advice": alert.advice,
+        "ended": change.ended,
+    }
+
+
+def words_of(change: News) -> str:
+    """Return a change in two lines, or in one where something is over."""
+    alert = change.alert
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(alert.since))
+    if change.ended is not None:
+        return f"over: {alert.subject}: {alert.key} (since {since}): {alert.evidence}"
+    return f"ALERT {alert.subject}: {alert.key}, since {since}: {alert.evidence}\n  -> {alert.advice}"
+
+
+@dataclass(frozen=True)
+class Printed:
+    """A terminal, or whatever reads standard output."""
+
+    stream: TextIO
+    is_json: bool = False
+    name: str = TERMINAL
+
+    def tell(self, change: News) -> None:
+        text = json.dumps(record_of(change)) if self.is_json else words_of(change)
+        self.stream.write(f"{text}\n")
+        self.stream.flush()
+
+
+@dataclass(frozen=True)
+class Webhook:
+    """An address that takes JSON by POST: `text` for Slack, Mattermost and their like, the fields beside it.
+
+    The address may hold a secret: no message of ours says more of it than its host.
+    """
+
+    url: str
+    name: str = "webhook"
+
+    @property
+    def host(self) -> str:
+        return urlsplit(self.url).hostname or "?"
+
+    def tell(self, change: News) -> None:
+        body = json.dumps({"text": words_of(change), **record_of(change)}).encode()
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(self.url, body, headers, method="POST")
+
+        def send() -> None:
+            with urllib.request.urlopen(request, timeout=SEND_S):
+                pass
+
+        _within_limit(f"webhook at {self.host}", send)
+
+
+def webhook(url: str) -> Webhook:
+    """Return the outlet of an address. Raises ConfigError where it is none."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(
+            "--webhook: expected an address that begins with https:// or http://, or @FILE with one"
+        )
+    return Webhook(url)
+
+
+@dataclass(frozen=True)
+class Mail:
+    """A mail to one address, by this machine's `sendmail` program or through an SMTP server."""
+
+    address: str
+    server: str | None = None
+    name: str = "mail"
+
+    def tell(self, change: News) -> None:
+        message = email.message.EmailMessage()
+        word = "over" if change.ended is not None else "alert"
+        message["Subject"] = f"orchestra {word}: {change.alert.subject}: {change.alert.key}"
+        message["From"] = f"{user_name()}@{socket.getfqdn()}"
+        message["To"] = self.address
+        message["Date"] = email.utils.localtime()
+        message.set_content(words_of(change))
+        program = shutil.which("sendmail", path="/usr/sbin:/usr/lib:/usr/bin")
+        if self.server is None and program is not None:
+            _within_limit("mail by sendmail", lambda: _by_program(program, message))
+            return
+        host, _, port = (self.server or "localhost").partition(":")
+        where = f"mail through {self.server or 'localhost (there is no sendmail here)'}"
+        _within_limit(where, lambda: _by_server(host, int(port or 25), message))
+
+
+def mail(address: str, server: str | None) -> Mail:
+    """Return the outlet of an address. Raises ConfigError where it, or the server, is none."""
+    if "@" not in address or any(char.isspace() for char in address):
+        raise ConfigError(f"--mail {address}: expected an address such as me@example.org")
+    port = "" if server is None else server.partition(":")[2]
+    if port and not port.isdecimal():
+        raise ConfigError(f"--smtp {server}: expected HOST or HOST:PORT")
+    return Mail(address, server)
+
+
+def _by_program(program: str, message: email.message.EmailMessage) -> None:
+    command = [program, "-t", "-oi"]
+    done = subprocess.run(command, input=bytes(message), capture_output=True, timeout=SEND_S, check=False)
+    if done.returncode:
+        words = done.stderr.decode(errors="replace").strip()
+        raise OSError(f"it ended with code {done.returncode}{f': {words}' if words else ''}")
+
+
+def _by_server(host: str, port: int, message: email.message.EmailMessage) -> None:
+    with smtplib.SMTP(host, port, timeout=SEND_S) as server:
+        server.send_message(message)
+
+
+def _within_limit(what: str, send: Callable[[], None]) -> None:
+    """Send in a thread that is waited for no longer than the limit: a library's own limits are for each read,
+    and a server that answers byte by byte never exceeds them.
+    """
+    problem: list[str] = ["no answer within the time limit"]
+
+    def attempt() -> None:
+        try:
+            send()
+        except urllib.error.HTTPError as error:
+            problem[0] = f"it answered {error.code}"
+        except urllib.error.URLError as error:
+            problem[0] = str(error.reason)
+        except (OSError, smtplib.SMTPException, subprocess.TimeoutExpired, ValueError) as error:
+            problem[0] = str(error) or type(error).__name__
+        else:
+            problem.clear()
+
+    thread = threading.Thread(target=attempt, name=what, daemon=True)
+    thread.start()
+    thread.join(1.5 * SEND_S)
+    if problem:
+        raise UndeliveredError(f"{what}: {problem[0]} ({SEND_S:g} s are the limit)")

@@ -1,0 +1,321 @@
+"""`orchestra watch RUN…`: say when something is wrong with runs or sweeps, once, and when it is over.
+
+It looks at their records every half minute until all have ended, or once. Of alerts it writes an event into
+the run, so that the next watch does not say them again; nothing else of a run is changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import socket
+import sys
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from conf.schema import WandbMode
+from orchestra.alerts import prometheus
+from orchestra.alerts.announced import News, event_of, news, open_alerts
+from orchestra.alerts.detect import Findings, look
+from orchestra.alerts.observe import observe
+from orchestra.alerts.observed import Limits, ObservedRun
+from orchestra.alerts.outlets import TERMINAL, Outlet, Printed, UndeliveredError, mail, record_of, webhook
+from orchestra.alerts.upkeep_detectors import failing_members
+from orchestra.cli.text.describe import invocation, note_unanswered
+from orchestra.cli.text.resolve import TARGET_HELP, Target, add_directory_option, resolve_target
+from orchestra.errors import EXIT_ALERT, EXIT_DONE, EXIT_UNSEEN, ConfigError
+from orchestra.recovery.history import last_attempt
+from orchestra.report.run_state import RunState, SweepState
+from orchestra.report.scheduler import read_states
+from orchestra.run.events import EventWriter, read_events
+from orchestra.run.files import Record
+from orchestra.run.paths import RunDir
+
+_EVERY_S = 30.0
+_VERBS = ("status", "logs", "why", "resume", "cancel", "profile", "checkpoint ls")
+_EXPLAINED = """\
+  orchestra watch first                       until it ends, a look every half minute
+  orchestra watch first --once                one look, for cron and scripts
+  orchestra watch a-sweep --webhook @FILE     FILE holds the address; Slack and its like show the text
+  orchestra watch first --mail me@example.org
+
+Each alert is said once to each place, with what shows it, since when and what to do, and once more when it is
+over. What could not be seen is said too: it is not fine for being unknown.
+
+Exit codes of --once: 0 all was seen and nothing fires, 3 an alert fires, 4 nothing fires, but not all could
+be seen. Without --once: 0 the runs ended well, 3 an alert was open at the end.
+"""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    limits = Limits()
+    parser.usage = (
+        "orchestra watch RUN… [--once] [--json] [--webhook URL] [--mail ADDRESS] [--wandb] [--dir DIR]"
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help=TARGET_HELP)
+    parser.add_argument("--once", action="store_true", help="look once and end; the exit code tells")
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON: one object for --once, else one a line"
+    )
+    parser.add_argument("--every", type=float, default=_EVERY_S, metavar="S", help="seconds (%(default)g)")
+    parser.add_argument(
+        "--webhook", metavar="URL", help="POST each change there as JSON; @FILE: FILE has the URL"
+    )
+    parser.add_argument("--mail", metavar="ADDRESS", help="mail each change there")
+    parser.add_argument(
+        "--smtp", metavar="HOST[:PORT]", help="by this server (default: sendmail, or localhost)"
+    )
+    parser.add_argument(
+        "--wandb", action="store_true", help="as an alert of the run's wandb page, while it is online"
+    )
+    parser.add_argument(
+        "--prometheus", type=Path, metavar="FILE.prom", help="write all numbers there for node_exporter"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print what is wrong; send and record nothing")
+    parser.add_argument(
+        "--min-goodput",
+        type=float,
+        default=limits.goodput,
+        metavar="SHARE",
+        help="of the time that a run has its nodes (%(default)g)",
+    )
+    parser.add_argument(
+        "--disk-gib",
+        type=float,
+        default=limits.disk_free_bytes / (1 << 30),
+        metavar="GIB",
+        help="that should be free (%(default)g)",
+    )
+    add_directory_option(parser)
+    parser.epilog = _EXPLAINED
+
+
+def run(arguments: Namespace) -> int:
+    """Look once or until all have ended; return the exit code."""
+    file = arguments.prometheus
+    if file is not None and file.suffix != ".prom":
+        raise ConfigError(
+            f"--prometheus {arguments.prometheus}: node_exporter reads names that end with .prom"
+        )
+    if arguments.every <= 0:
+        raise ConfigError(f"--every {arguments.every:g}: expected seconds above 0")
+    targets = list(dict.fromkeys(resolve_target(text, arguments.dir) for text in arguments.runs))
+    watch = Watch(
+        limits=replace(
+            Limits(), goodput=arguments.min_goodput, disk_free_bytes=arguments.disk_gib * (1 << 30)
+        ),
+        outlets=_outlets(arguments),
+        to_wandb=arguments.wandb and not arguments.dry_run,
+        is_dry=arguments.dry_run,
+    )
+    while True:
+        looks, goes_on = watch.look(targets)
+        if arguments.prometheus is not None and not arguments.dry_run:
+            prometheus.write(arguments.prometheus, watch.seen, time.time())
+        if arguments.once or not goes_on:
+            break
+        time.sleep(arguments.every)
+    is_alarmed = any(each.findings.alerts for each in looks)
+    is_blind = any(each.findings.unseen for each in looks)
+    if arguments.once:
+        _print_whole(looks, arguments)
+        return EXIT_ALERT if is_alarmed else EXIT_UNSEEN if is_blind else EXIT_DONE
+    return EXIT_ALERT if is_alarmed else EXIT_DONE
+
+
+def _outlets(arguments: Namespace) -> list[Outlet]:
+    # One look prints all that is wrong, whoever was told before.
+    outlets: list[Outlet] = [] if arguments.once else [Printed(sys.stdout, is_json=arguments.json)]
+    if arguments.webhook is not None:
+        url = arguments.webhook
+        if url.startswith("@"):
+            try:
+                url = Path(url[1:]).expanduser().read_text().strip()
+            except OSError as error:
+                raise ConfigError(f"--webhook {url}: cannot be read: {error.strerror}") from error
+        outlets.append(webhook(url))
+    if arguments.mail is not None:
+        outlets.append(mail(arguments.mail, arguments.smtp))
+    elif arguments.smtp is not None:
+        raise ConfigError("--smtp says how mail goes; add --mail ADDRESS")
+    return outlets[:1] if arguments.dry_run and not arguments.once else [] if arguments.dry_run else outlets
+
+
+@dataclass(frozen=True)
+class OneLook:
+    """What was found about one run or sweep."""
+
+    name: str
+    state: str
+    findings: Findings
+
+
+@dataclass(frozen=True)
+class WandbAlert:
+    """The mirror of a run that is online sends what the run's events say that it was told of."""
+
+    mode: WandbMode | None
+    name: str = "wandb"
+
+    def tell(self, change: News) -> None:
+        if self.mode is not WandbMode.online:
+            found = "unknown" if self.mode is None else self.mode.value
+            raise UndeliveredError(
+                f"wandb, {change.alert.key}: the run's wandb.mode is {found}; its alerts need online"
+            )
+
+
+@dataclass
+class Watch:
+    """Looks at runs and sweeps, and says what is new."""
+
+    limits: Limits
+    outlets: Sequence[Outlet]
+    to_wandb: bool = False
+    is_dry: bool = False
+    # The runs of the last look.
+    seen: list[prometheus.Seen] = field(default_factory=list)
+    # A file of events for each run that something was said of.
+    _writers: dict[Path, EventWriter | None] = field(default_factory=dict)
+    # The runs and keys of alerts that this terminal shows.
+    _shown: set[tuple[Path, str]] = field(default_factory=set)
+    # What was said of runs whose events cannot be written.
+    _remembered: dict[Path, list[Record]] = field(default_factory=dict)
+    _name: str = field(default_factory=lambda: f"watch.{socket.gethostname()}.{secrets.token_hex(4)}")
+    _noted: set[str] = field(default_factory=set)
+
+    def look(self, targets: Sequence[Target]) -> tuple[list[OneLook], bool]:
+        """Look at all of them once, and say what is new; return what was found, and whether one goes on."""
+        now = time.time()
+        self.seen = []
+        states, problems = read_states(targets, now)
+        if problems and not self._noted.intersection(problems):
+            note_unanswered(problems)
+            self._noted.update(problems)
+        looks = []
+        for state in states:
+            looks += (
+                self._of_sweep(state, now) if isinstance(state, SweepState) else [self._of_run(state, now)]
+            )
+        phases = [
+            phase
+            for state in states
+            for phase in (state.counts if isinstance(state, SweepState) else [state.state])
+        ]
+        return looks, any(phase.goes_on for phase in phases)
+
+    def _of_sweep(self, state: SweepState, now: float) -> list[OneLook]:
+        """Look at a sweep as a whole, and at those of its members that are under way."""
+        own = RunDir(state.sweep.path)
+        if state.problem is not None:
+            raise ConfigError(state.problem)
+        findings = Findings.of(failing_members(state, self.limits, now, invocation("why", state.sweep)))
+        self._say(own, state.sweep.name, findings, now, None)
+        counted = ", ".join(f"{number} {phase}" for phase, number in state.counts.items())
+        members = [self._of_run(each.state, now) for each in state.members if each.state.state.goes_on]
+        return [OneLook(state.sweep.name, counted, findings), *members]
+
+    def _of_run(self, state: RunState, now: float) -> OneLook:
+        run = RunDir(Path(state.path))
+        observed = observe(state, now, {verb: invocation(verb, run) for verb in _VERBS})
+        findings = look(observed, self.limits)
+        self.seen.append(prometheus.Seen(state, observed, findings))
+        self._say(run, state.name, findings, now, observed)
+        return OneLook(state.name, str(state.state), findings)
+
+    def _say(
+        self, run: RunDir, name: str, findings: Findings, now: float, observed: ObservedRun | None
+    ) -> None:
+        """Tell each outlet what it does not know, and keep in the run's events what it was told."""
+        outlets = list(self.outlets)
+        if self.to_wandb and observed is not None:
+            outlets.append(WandbAlert(None if observed.config is None else observed.config.wandb.mode))
+        events = read_events(run) if observed is None else list(observed.events)
+        events += self._remembered.get(run.path, [])
+        known = open_alerts(events, name)
+        for key, each in known.items():
+            if (run.path, key) in self._shown:
+                known[key] = replace(each, told=each.told | {TERMINAL})
+        for change in news(findings, known, [outlet.name for outlet in outlets], now):
+            told = self._tell(outlets, change, name)
+            if TERMINAL in told:
+                # Another terminal has not shown it.
+                told.remove(TERMINAL)
+                self._shown.add((run.path, change.alert.key))
+            if change.ended is not None:
+                self._shown.discard((run.path, change.alert.key))
+            if change.ended is None and change.alert.key in known and not told:
+                continue
+            if self.is_dry:
+                self._remember(run, change, told)
+            else:
+                self._keep(run, change, told, last_attempt(events) or 0)
+
+    def _tell(self, outlets: Sequence[Outlet], change: News, name: str) -> list[str]:
+        """Return the names of the outlets that were told."""
+        told = []
+        for outlet in outlets:
+            if outlet.name not in change.outlets:
+                continue
+            try:
+                outlet.tell(change)
+                told.append(outlet.name)
+            except UndeliveredError as error:
+                print(f"note: {name}: {change.alert.key} was not told: {error}", file=sys.stderr)
+        return told
+
+    def _keep(self, run: RunDir, change: News, told: list[str], attempt: int) -> None:
+        name, evidence = event_of(change, told)
+        try:
+            if run.path not in self._writers:
+                self._writers[run.path] = EventWriter(run, self._name, attempt)
+            writer = self._writers[run.path]
+            if writer is not None:
+                writer.write(name, **evidence)
+                return
+        except OSError as error:
+            self._writers[run.path] = None
+            print(f"note: {run.path}: alerts cannot be recorded: {error.strerror}", file=sys.stderr)
+        self._remember(run, change, told)
+
+    def _remember(self, run: RunDir, change: News, told: list[str]) -> None:
+        name, evidence = event_of(change, told)
+        record = {"event": name, "time": time.time(), **evidence}
+        self._remembered.setdefault(run.path, []).append(record)
+
+    def close(self) -> None:
+        for writer in self._writers.values():
+            with contextlib.suppress(OSError):
+                if writer is not None:
+                    writer.close()
+
+
+def _print_whole(looks: Sequence[OneLook], arguments: Namespace) -> None:
+    """Print all that is wrong now, and what could not be seen."""
+    if arguments.json:
+        answer = [
+            {
+                "name": each.name,
+                "state": each.state,
+                "alerts": [record_of(News(alert, frozenset())) for alert in each.findings.alerts],
+                "cannot_see": [
+                    {"detector": blind.detector, "why": blind.why} for blind in each.findings.unseen
+                ],
+            }
+            for each in looks
+        ]
+        print(json.dumps(answer, indent=2))
+        return
+    printed = Printed(sys.stdout)
+    for each in looks:
+        for alert in each.findings.alerts:
+            printed.tell(News(alert, frozenset()))
+        for blind in each.findings.unseen:
+            print(f"cannot see {each.name}: {blind.detector}: {blind.why}")
+        if not each.findings.alerts:
+            seen = "nothing fires" if each.findings.unseen else "all was seen, nothing fires"
+            print(f"{each.name}: {each.state}; {seen}")

@@ -1,0 +1,245 @@
+"""`orchestra watch` as people and cron type it: what it says once, to whom, and what it ends with."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import socketserver
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.command_line import CommandLine
+from support.run_records import led_here, submitted_sweep
+
+from conf.schema import CheckpointConfig, Config
+from orchestra.errors import EXIT_ALERT, EXIT_DONE, EXIT_UNSEEN, EXIT_USAGE
+from orchestra.run.config_file import write_config
+from orchestra.run.events import EventWriter, read_events
+from orchestra.run.files import JsonLinesWriter
+from orchestra.run.paths import RunDir
+
+
+@pytest.fixture
+def first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    """A run that this process leads and that trains, whose last row is an hour old."""
+    monkeypatch.chdir(tmp_path)
+    run = led_here(RunDir(tmp_path / "runs" / "first"))
+    write_config(run.config, Config(checkpoint=CheckpointConfig(every_steps=None)))
+    EventWriter(run, "attempt-000.rank-00000", 0, rank=0).write("training_started", world_size=1)
+    add_rows(run, range(1, 31), time.time() - 3600)
+    return run
+
+
+def add_rows(run: RunDir, steps: range, last: float) -> None:
+    """Append rows, a second apart, the last one at a time."""
+    metrics = JsonLinesWriter(run.metrics)
+    for step in steps:
+        at = last - (steps[-1] - step)
+        row = {"step": step, "time": at, "loss": 2.0, "step_time_s": 1.0, "tokens_per_s": 1e3, "attempt": 0}
+        metrics.write(row)
+    metrics.close()
+
+
+class Posts:
+    """What a web server on this machine was sent, and how it answers."""
+
+    def __init__(self) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self.answer = 200
+
+
+@pytest.fixture
+def posts() -> Iterator[tuple[Posts, str]]:
+    received = Posts()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            if received.answer == 200:
+                received.bodies.append(json.loads(body))
+            self.send_response(received.answer)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with served(HTTPServer(("127.0.0.1", 0), Handler)) as port:
+        yield received, f"http://127.0.0.1:{port}/services/secret-word"
+
+
+@contextlib.contextmanager
+def served(server: socketserver.TCPServer) -> Iterator[int]:
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield int(server.server_address[1])
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def test_once_prints_all_that_is_wrong_each_time(orchestra: CommandLine, first: RunDir) -> None:
+    for _ in range(2):
+        said = orchestra("watch", "first", "--once", code=EXIT_ALERT).out
+        assert "ALERT first: stall, since " in said
+        assert "step 30 was its last row 3600 s ago; rows came every 1 s" in said
+        assert "-> `orchestra logs first`" in said
+        assert "cannot see first: silence: no node wrote" not in said
+        assert "cannot see first: throughput: no plan to compare with" in said
+    (event,) = [event for event in read_events(first) if event["event"] == "alert_raised"]
+    assert (event["key"], event["attempt"]) == ("stall", 0)
+
+
+def test_a_webhook_is_told_once_and_that_it_is_over(
+    orchestra: CommandLine, first: RunDir, posts: tuple[Posts, str], tmp_path: Path
+) -> None:
+    received, url = posts
+    (tmp_path / "address").write_text(f"{url}\n")
+    words = ("watch", "first", "--once", "--webhook", "@address")
+    for _ in range(2):
+        orchestra(*words, code=EXIT_ALERT)
+    (body,) = received.bodies
+    assert (body["state"], body["detector"], body["run"]) == ("raised", "stall", "first")
+    assert body["text"].startswith("ALERT first: stall, since ")
+    add_rows(first, range(31, 51), time.time())
+    assert "nothing fires" in orchestra(*words, code=EXIT_UNSEEN).out
+    orchestra(*words, code=EXIT_UNSEEN)
+    assert [each["state"] for each in received.bodies] == ["raised", "ended"]
+    told = [path.read_text() for path in first.path.rglob("*") if path.is_file()]
+    assert not any("secret-word" in text for text in told)
+
+
+def test_an_outlet_that_fails_says_so_without_the_address_and_is_tried_again(
+    orchestra: CommandLine, first: RunDir, posts: tuple[Posts, str]
+) -> None:
+    received, url = posts
+    received.answer = 503
+    words = ("watch", "first", "--once", "--webhook", url)
+    said = orchestra(*words, code=EXIT_ALERT)
+    assert "note: first: stall was not told: webhook at 127.0.0.1: it answered 503" in said.err
+    assert "secret-word" not in said.out + said.err
+    received.answer = 200
+    orchestra(*words, code=EXIT_ALERT)
+    orchestra(*words, code=EXIT_ALERT)
+    assert len(received.bodies) == 1
+
+
+def test_a_mail_goes_through_the_server_that_is_named(orchestra: CommandLine, first: RunDir) -> None:
+    received: list[str] = []
+
+    class Session(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            self.wfile.write(b"220 here\r\n")
+            for line in self.rfile:
+                word = line[:4].upper()
+                if word == b"DATA":
+                    self.wfile.write(b"354 go on\r\n")
+                    received.append(b"".join(iter(self.rfile.readline, b".\r\n")).decode())
+                self.wfile.write(b"221 bye\r\n" if word == b"QUIT" else b"250 fine\r\n")
+                if word == b"QUIT":
+                    return
+
+    with served(socketserver.ThreadingTCPServer(("127.0.0.1", 0), Session)) as port:
+        smtp = ("--mail", "me@example.org", "--smtp", f"127.0.0.1:{port}")
+        for _ in range(2):
+            orchestra("watch", "first", "--once", *smtp, code=EXIT_ALERT)
+    (message,) = received
+    assert "Subject: orchestra alert: first: stall" in message
+    assert "To: me@example.org" in message
+
+
+def test_it_watches_until_the_run_ends_and_says_each_change_once(
+    orchestra: CommandLine, first: RunDir
+) -> None:
+    def story() -> None:
+        time.sleep(0.4)
+        add_rows(first, range(31, 51), time.time())
+        time.sleep(0.4)
+        EventWriter(first, "attempt-000.node-000", 0).write("failed", node=0, code=1, cause="ValueError")
+
+    teller = threading.Thread(target=story)
+    teller.start()
+    said = orchestra("watch", "first", "--every", "0.05", "--json", code=EXIT_ALERT)
+    teller.join()
+    lines = [json.loads(line) for line in said.out.splitlines()]
+    changes = [(line["key"], line["state"]) for line in lines]
+    # How much of the story one look sees is a matter of time.
+    assert changes[0] == ("stall", "raised")
+    assert set(changes) == {("stall", "raised"), ("stall", "ended"), ("ended_badly", "raised")}
+    assert len(changes) == 3
+
+
+def test_wandbs_alert_needs_a_run_that_is_online(orchestra: CommandLine, first: RunDir) -> None:
+    said = orchestra("watch", "first", "--once", "--wandb", code=EXIT_ALERT)
+    assert "the run's wandb.mode is offline; its alerts need online" in said.err
+
+
+def test_prometheus_gets_what_is_known_and_no_zero_for_what_is_not(
+    orchestra: CommandLine, first: RunDir, tmp_path: Path
+) -> None:
+    file = tmp_path / "orchestra.prom"
+    orchestra("watch", "first", "--once", "--prometheus", str(file), code=EXIT_ALERT)
+    lines = file.read_text().splitlines()
+    of_run = f'run="first",path="{first.path}"'
+    assert f"orchestra_run_step{{{of_run}}} 30.0" in lines
+    assert f'orchestra_run_alert{{{of_run},detector="stall",detail=""}} 1.0' in lines
+    assert f'orchestra_run_state{{{of_run},state="running"}} 1.0' in lines
+    assert not any("orchestra_run_mfu" in line for line in lines)
+    assert all(re.fullmatch(r"#.*|\w+(\{.*\})? [-+.e\d]+", line) for line in lines)
+    assert [path.name for path in tmp_path.iterdir() if "prom" in path.name] == ["orchestra.prom"]
+
+
+def test_a_dry_run_sends_and_records_nothing(
+    orchestra: CommandLine, first: RunDir, posts: tuple[Posts, str]
+) -> None:
+    received, url = posts
+    before = sorted(path for path in first.path.rglob("*"))
+    orchestra("watch", "first", "--once", "--dry-run", "--webhook", url, code=EXIT_ALERT)
+    assert sorted(path for path in first.path.rglob("*")) == before
+    assert received.bodies == []
+
+
+def test_a_finished_run_is_seen_whole(orchestra: CommandLine, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    led_here(RunDir(tmp_path / "runs" / "done"), ended=0)
+    assert (
+        "done: finished; all was seen, nothing fires"
+        in orchestra("watch", "done", "--once", code=EXIT_DONE).out
+    )
+
+
+def test_a_sweep_is_watched_with_its_members(
+    orchestra: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sweep = submitted_sweep(tmp_path, 3)
+    led_here(sweep.member(0), ended=0)
+    led_here(sweep.member(1), ended=1)
+    (of_sweep, *_) = orchestra.json("watch", "lr-sweep", "--once", "--dry-run", code=EXIT_ALERT)
+    assert of_sweep["name"] == "lr-sweep"
+    assert [alert["detector"] for alert in of_sweep["alerts"]] == ["sweep"]
+    assert "1 of 2 members that ended went wrong" in of_sweep["alerts"][0]["evidence"]
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("--webhook", "ftp://somewhere"), "expected an address that begins with https://"),
+        (("--webhook", "@missing"), "cannot be read"),
+        (("--mail", "me"), "expected an address such as"),
+        (("--smtp", "host"), "add --mail ADDRESS"),
+        (("--prometheus", "file.txt"), "node_exporter reads files that end with .prom"),
+        (("--every", "0"), "expected seconds above 0"),
+    ],
+)
+def test_wrong_options_say_what_is_expected(
+    orchestra: CommandLine, first: RunDir, words: tuple[str, ...], problem: str
+) -> None:
+    assert problem in orchestra("watch", "first", *words, code=EXIT_USAGE).err
