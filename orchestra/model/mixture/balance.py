@@ -23,7 +23,8 @@ from orchestra.model.mixture.router import Routing
 USUAL_AUX_COEF = 0.01
 # Sums over a tensor of other ranks' too.
 Totals = Callable[[Tensor], Tensor]
-# What `Balance.statistics` sums over tokens: entropy of the scores (nats), log-sum-exp of the logits, tokens.
+# What `Balance.statistics` sums over tokens: entropy of the scores (nats), squared
+# log-sum-exp of the logits, and how many there were.
 STATISTICS = ("entropy", "router_z", "tokens")
 
 _is_counting = True
@@ -122,6 +123,11 @@ class Balance(nn.Module):
             weights_TK = _Injected.apply(weights_TK, self._loss(routing, counts_BX), scale)  # type: ignore[no-untyped-call]
         return weights_TK
 
+    def reset(self) -> None:
+        """Count anew."""
+        for counter in (self.tokens_per_expert, self.dropped, self.statistics):
+            counter.zero_()
+
     @torch.no_grad()
     def _count(self, routing: Routing, counts_BX: Tensor, dropped: Tensor | None) -> None:
         self.tokens_per_expert.add_(counts_BX.sum(0))
@@ -129,7 +135,7 @@ class Balance(nn.Module):
             self.dropped.add_(dropped)
         shares_TX = _shares(routing.scores_TX)
         entropy = torch.special.entr(shares_TX).sum()
-        z = routing.logits_TX.logsumexp(dim=-1).sum()
+        z = routing.logits_TX.logsumexp(dim=-1).square().sum()
         tokens = torch.full_like(z, len(shares_TX))
         self.statistics.add_(torch.stack([entropy, z, tokens]))
 

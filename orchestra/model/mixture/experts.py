@@ -1,8 +1,9 @@
 """The experts of one layer: SwiGLUs whose weights are stacked, each computing on rows of its own.
 
-Rows come sorted by expert. On a GPU each product over all experts is one kernel (`torch.nn.functional.
-grouped_mm`). On a CPU one expert follows the other, so that what is between its products stays in the cache,
-and the gradients of its weights go straight to where they are kept.
+Rows come sorted by expert. In 16 bits on a GPU each product over all experts is one kernel
+(`torch.nn.functional.grouped_mm`). Elsewhere one expert follows the other, in one operator that neither
+compilers nor recomputation look into: what is between its products stays in the cache, and the gradients of
+its weights go straight to where they are kept.
 
 Shape letters: M rows, E hidden size, X experts, F inner width of an expert.
 """
@@ -19,10 +20,18 @@ from torch import Tensor, nn
 from conf.schema import ModelConfig
 from orchestra.model.initial import is_fake
 from orchestra.model.kernels import swiglu
-from orchestra.model.weight_gradients import add_product_, tickets_of, weight_gradient
+from orchestra.model.weight_gradients import (
+    WeightGradient,
+    add_product_,
+    give_gradient,
+    tickets_of,
+    weight_gradient,
+)
 
-# torch's own kernel: 16 bits on Hopper, and on older GPUs from 2.10 on by torch itself.
+# What torch's kernel takes everywhere that it runs.
 _KERNEL_DTYPE = torch.bfloat16
+# Where a gradient goes, and whether it adds to what is there.
+_Memory = tuple[Tensor, bool]
 
 
 class Experts(nn.Module):
@@ -42,16 +51,24 @@ class Experts(nn.Module):
         Rows after those of the last expert belong to none; their results mean nothing.
         """
         weights = (self.gate_proj, self.up_proj, self.down_proj)
-        if rows_ME.is_cuda and rows_ME.dtype is _KERNEL_DTYPE:
+        if self._has_kernel:
             return _by_kernel(rows_ME, counts_X, *weights)
-        if torch.compiler.is_compiling():
-            out: Tensor = _one_by_one(rows_ME, counts_X, *weights)
-            return out
         tickets = tickets_of(weights) if torch.is_grad_enabled() else []
         return _OneByOne.apply(rows_ME, counts_X, *weights, *tickets)  # type: ignore[no-any-return, no-untyped-call]
 
+    @property
+    def num_products(self) -> int:
+        """How many operators a forward pass takes the products by."""
+        return 3 if self._has_kernel else 1
 
-def _by_kernel(rows_ME: Tensor, counts_X: Tensor, gate_XFE: Tensor, up_XFE: Tensor, down_XEF: Tensor) -> Tensor:
+    @property
+    def _has_kernel(self) -> bool:
+        return self.gate_proj.is_cuda and self.gate_proj.dtype is _KERNEL_DTYPE
+
+
+def _by_kernel(
+    rows_ME: Tensor, counts_X: Tensor, gate_XFE: Tensor, up_XFE: Tensor, down_XEF: Tensor
+) -> Tensor:
     ends = counts_X.cumsum(0).to(torch.int32)
     gate_MF = F.grouped_mm(rows_ME, gate_XFE.transpose(1, 2), offs=ends)
     up_MF = F.grouped_mm(rows_ME, up_XFE.transpose(1, 2), offs=ends)
@@ -63,34 +80,44 @@ class _OneByOne(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows_ME: Tensor, counts_X: Tensor, *parameters: Tensor) -> Tensor:
-        weights, tickets = parameters[:3], parameters[3:]
-        ctx.counts, ctx.num_tickets = _numbers(counts_X, len(rows_ME)), len(tickets)
-        out_ME, gate_MF, up_MF = _forward(rows_ME, ctx.counts, *weights)
-        ctx.save_for_backward(rows_ME, gate_MF, up_MF, *parameters)
+        out_ME, gate_MF, up_MF = _experts(rows_ME, counts_X, *parameters[:3])
+        ctx.save_for_backward(rows_ME, gate_MF, up_MF, counts_X, *parameters)
         return out_ME
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rows_ME, gate_MF, up_MF, *parameters = ctx.saved_tensors
-        weights, tickets = parameters[:3], parameters[3:]
-        takers = [weight_gradient(ticket) for ticket in tickets]
-        if not takers or not all(taker.takes_now for taker in takers):
-            parts = [torch.empty_like(weight) for weight in weights]
-            grad_rows = _backward(grads[0], rows_ME, gate_MF, up_MF, ctx.counts, weights, [(part, False) for part in parts])
-            for taker, part in zip(takers, parts, strict=False):
-                taker.add(part)
-            return grad_rows, None, *([None] * 3 if takers else parts), *[None] * ctx.num_tickets
-        memory = [taker.begin() for taker in takers]
-        grad_rows = _backward(grads[0], rows_ME, gate_MF, up_MF, ctx.counts, weights, memory)
-        for taker in takers:
-            taker.end()
-        return grad_rows, None, *[None] * (3 + ctx.num_tickets)
+        *kept, gate_XFE, up_XFE, down_XEF = ctx.saved_tensors[:7]
+        weights, tickets = (gate_XFE, up_XFE, down_XEF), ctx.saved_tensors[7:]
+        is_compiled = torch.compiler.is_compiling()
+        takers = [] if is_compiled else [weight_gradient(ticket) for ticket in tickets]
+        if takers and all(taker.takes_now for taker in takers):
+            grad_rows = _with_takers(grads[0], kept, weights, takers)
+            return grad_rows, None, *[None] * (3 + len(tickets))
+        grad_rows, *of_weights = _experts_gradients(grads[0], *kept, *weights)
+        given = [
+            give_gradient(ticket, gradient)
+            for ticket, gradient in zip(tickets or (None,) * 3, of_weights, strict=True)
+        ]
+        return grad_rows, None, *given, *[None] * len(tickets)
+
+
+def _with_takers(
+    grad_ME: Tensor, kept: Sequence[Tensor], weights: Sequence[Tensor], takers: Sequence[WeightGradient]
+) -> Tensor:
+    """Return the gradient of the rows; those of the weights go to who takes them."""
+    memory = [taker.begin() for taker in takers]
+    grad_rows = _backward(grad_ME, kept, weights, memory)
+    # The memory that they go to is filled from the model's end.
+    for taker in reversed(takers):
+        taker.end()
+    return grad_rows
 
 
 def _numbers(counts_X: Tensor, num_rows: int) -> list[int]:
     """Return the counts; without values, in a dry run, even ones."""
     if not is_fake(counts_X):
-        return counts_X.tolist()
+        counts: list[int] = counts_X.tolist()
+        return counts
     each, more = divmod(num_rows, len(counts_X))
     return [each + (expert < more) for expert in range(len(counts_X))]
 
@@ -104,14 +131,15 @@ def _ranges(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
         begin += count
 
 
-def _forward(
-    rows_ME: Tensor, counts: Sequence[int], gate_XFE: Tensor, up_XFE: Tensor, down_XEF: Tensor
+@torch.library.custom_op("orchestra::experts", mutates_args=())
+def _experts(
+    rows_ME: Tensor, counts_X: Tensor, gate_XFE: Tensor, up_XFE: Tensor, down_XEF: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output, and what gate and up made."""
     out_ME = torch.empty_like(rows_ME)
     gate_MF = rows_ME.new_empty(len(rows_ME), gate_XFE.shape[1])
     up_MF = torch.empty_like(gate_MF)
-    for expert, own in _ranges(counts):
+    for expert, own in _ranges(_numbers(counts_X, len(rows_ME))):
         gate, up = gate_MF[own], up_MF[own]
         torch.mm(rows_ME[own], gate_XFE[expert].t(), out=gate)
         torch.mm(rows_ME[own], up_XFE[expert].t(), out=up)
@@ -119,18 +147,27 @@ def _forward(
     return out_ME, gate_MF, up_MF
 
 
+@_experts.register_fake
+def _(rows_ME: Tensor, _: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What comes of it, as a compiler sees it."""
+    inner = rows_ME.new_empty(rows_ME.shape[0], weights[0].shape[1])
+    return torch.empty_like(rows_ME), inner, torch.empty_like(inner)
+
+
+# What recomputation may keep the results of.
+EXPERTS = torch.ops.orchestra.experts.default
+
+
 def _backward(
-    grad_ME: Tensor,
-    rows_ME: Tensor,
-    gate_MF: Tensor,
-    up_MF: Tensor,
-    counts: Sequence[int],
-    weights: Sequence[Tensor],
-    memory: Sequence[tuple[Tensor, bool]],
+    grad_ME: Tensor, kept: Sequence[Tensor], weights: Sequence[Tensor], memory: Sequence[_Memory]
 ) -> Tensor:
-    """Return the gradient of the rows; those of the weights go into `memory`, each written or added."""
+    """Return the gradient of the rows; those of the weights go into `memory`. `kept`: the rows, what gate and
+    up made, and the counts.
+    """
+    rows_ME, gate_MF, up_MF, counts_X = kept
     gate_XFE, up_XFE, down_XEF = weights
     grad_rows = torch.empty_like(rows_ME)
+    counts = _numbers(counts_X, len(rows_ME))
     for expert, own in _ranges(counts):
         grad, rows, gate, up = grad_ME[own], rows_ME[own], gate_MF[own], up_MF[own]
         inner_grad = grad @ down_XEF[expert]
@@ -151,13 +188,6 @@ def _backward(
     return grad_rows
 
 
-@torch.library.custom_op("orchestra::experts", mutates_args=())
-def _experts(
-    rows_ME: Tensor, counts_X: Tensor, gate_XFE: Tensor, up_XFE: Tensor, down_XEF: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _forward(rows_ME, counts_X.tolist(), gate_XFE, up_XFE, down_XEF)
-
-
 @torch.library.custom_op("orchestra::experts_gradients", mutates_args=())
 def _experts_gradients(
     grad_ME: Tensor,
@@ -172,41 +202,11 @@ def _experts_gradients(
     weights = (gate_XFE, up_XFE, down_XEF)
     gate_grad, up_grad, down_grad = (torch.empty_like(weight) for weight in weights)
     memory = [(gate_grad, False), (up_grad, False), (down_grad, False)]
-    grad_rows = _backward(grad_ME, rows_ME, gate_MF, up_MF, counts_X.tolist(), weights, memory)
+    grad_rows = _backward(grad_ME, (rows_ME, gate_MF, up_MF, counts_X), weights, memory)
     return grad_rows, gate_grad, up_grad, down_grad
 
 
-@_experts.register_fake
-def _(rows_ME: Tensor, counts_X: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What comes of it, as a compiler sees it."""
-    inner = rows_ME.new_empty(rows_ME.shape[0], weights[0].shape[1])
-    return torch.empty_like(rows_ME), inner, torch.empty_like(inner)
-
-
 @_experts_gradients.register_fake
-def _(grad_ME: Tensor, rows_ME: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+def _(_: Tensor, rows_ME: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
     """What comes of it, as a compiler sees it."""
     return (torch.empty_like(rows_ME), *(torch.empty_like(weight) for weight in others[-3:]))
-
-
-def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
-    rows_ME, counts_X, *weights = inputs
-    _, gate_MF, up_MF = output
-    ctx.save_for_backward(rows_ME, gate_MF, up_MF, counts_X, *weights)
-    ctx.mark_non_differentiable(gate_MF, up_MF)
-
-
-def _give(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    grad_rows, *of_weights = _experts_gradients(grads[0], *ctx.saved_tensors)
-    return grad_rows, None, *of_weights
-
-
-_experts.register_autograd(_give, setup_context=_keep)
-
-
-def _one_by_one(rows_ME: Tensor, counts_X: Tensor, *weights: Tensor) -> Tensor:
-    """Return what `_OneByOne` does, in compiled code: an operator that no compiler looks into, since it takes
-    no grouped products but those of 16 bits on a GPU.
-    """
-    out: Tensor = _experts(rows_ME, counts_X, *weights)[0]
-    return out
