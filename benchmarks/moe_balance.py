@@ -1,9 +1,9 @@
-"""Trains a tiny mixture of experts on real text with each way of balancing, and prints how even the load gets.
+"""Trains a tiny mixture of experts on real text with each way of balancing, and prints how even the load is.
 
     python benchmarks/moe_balance.py [--steps 500] [--seeds 0 1] [--figure docs/images/moe_balance.svg]
 
-The text is the interpreter's own *.py (`data.source=stdlib`). Load: the tokens of a layer's busiest expert over
-those of the mean one, the worst layer's, averaged over the last tenth of the steps; a single step's moves.
+The text is the interpreter's own *.py (`data.source=stdlib`). Load: the tokens of a layer's busiest expert
+over those of the mean one, the worst layer's, averaged over the last tenth of the steps.
 """
 
 from __future__ import annotations
@@ -85,7 +85,13 @@ def config_of(way: str, steps: int, seed: int) -> Config:
         **WAYS[way],
     )
     train = replace(
-        TrainConfig(), steps=steps, seq_len=128, micro_batch_size=8, global_batch_size=8, seed=seed, compile=False
+        TrainConfig(),
+        steps=steps,
+        seq_len=128,
+        micro_batch_size=8,
+        global_batch_size=8,
+        seed=seed,
+        compile=False,
     )
     return replace(config, model=model, train=train, optim=replace(config.optim, lr=2e-3))
 
@@ -136,8 +142,7 @@ def figure(loads: dict[str, list[float]]) -> str:
         return _HEIGHT - _BOTTOM - (_HEIGHT - _BOTTOM - _TOP) * (load - 1) / (most - 1)
 
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" '
-        'font-size="12" fill="#444">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-size="12" fill="#444">',
         f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#fff"/>',
     ]
     ticks = [1 + number * 0.5 for number in range(int((most - 1) / 0.5) + 1)]
@@ -145,8 +150,10 @@ def figure(loads: dict[str, list[float]]) -> str:
         dash = ' stroke-dasharray="4 3"' if tick == 1.3 else ""
         parts.append(f'<path d="M{_LEFT} {y(tick):.1f}H{x(num_steps):.1f}" stroke="#ccc"{dash}/>')
         parts.append(f'<text x="{_LEFT - 8}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:g}</text>')
-    for step in range(0, num_steps + 1, max(1, num_steps // 5)):
-        parts.append(f'<text x="{x(step):.1f}" y="{_HEIGHT - 14}" text-anchor="middle">{step}</text>')
+    parts += [
+        f'<text x="{x(step):.1f}" y="{_HEIGHT - 14}" text-anchor="middle">{step}</text>'
+        for step in range(0, num_steps + 1, max(1, num_steps // 5))
+    ]
     for way, values in smooth.items():
         points = " ".join(f"{x((at + 0.5) * _MEAN_OF):.1f},{y(value):.1f}" for at, value in enumerate(values))
         parts.append(

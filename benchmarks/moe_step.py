@@ -256,7 +256,10 @@ def report(arguments: argparse.Namespace, facts: dict[str, Any], times: dict[str
         }
         for name, values in times.items()
     }
-    header = {**facts, **{key: value for key, value in vars(arguments).items() if key not in ("serve", "json")}}
+    header = {
+        **facts,
+        **{key: value for key, value in vars(arguments).items() if key not in ("serve", "json")},
+    }
     if arguments.json:
         print(json.dumps({**header, "rows": rows}, indent=1))
         return

@@ -74,12 +74,10 @@ def document_mask(bounds: Tensor, tokens_BS: Tensor, dtype: torch.dtype, place_Q
     return torch.zeros_like(is_seen, dtype=dtype).masked_fill_(~is_seen, -torch.inf)
 
 
-def has_varying_lengths(
-    capability: tuple[int, int] | None, dtype: torch.dtype, head_dim: int | None
-) -> bool:
+def has_varying_lengths(capability: tuple[int, int] | None, dtype: torch.dtype, head_dim: int | None) -> bool:
     """Whether flash attention over documents of any length runs on a GPU of a compute capability (None: on a
-    CPU) for this type and head width (None: values have another one than queries). Not with ROCm, where nobody
-    has tried it.
+    CPU) for this type and head width (None: values have another one). Not with ROCm, where nobody has
+    tried it.
     """
     if capability is None or head_dim is None or torch.version.hip is not None:
         return False

@@ -61,15 +61,16 @@ class LatentAttention(nn.Module):
         assert rotary is not None
         q_BSHD, latent_BSL, turning_BSR = self._queries_and_latents(x_BSE)
         plain, turned, of_values = self.widths
-        query, query_turning = q_BSHD.split([plain, turned], dim=-1)
+        query, query_turning = torch.split(q_BSHD, [plain, turned], dim=-1)
         q_BSHD = torch.cat([query, rotate(_halves(query_turning), *rotary)], dim=-1)
         key_BS1R = rotate(_halves(turning_BSR[:, :, None]), *rotary)
         if self.whole_keys is not None:
             packed = self.whole_keys(torch.cat([latent_BSL, key_BS1R[:, :, 0]], dim=-1))
-            latent_BSL, key_BSR = packed.split([self.latent_width, turned], dim=-1)
+            latent_BSL, key_BSR = torch.split(packed, [self.latent_width, turned], dim=-1)
             key_BS1R = key_BSR[:, :, None]
         (kv,) = self.of_latents(latent_BSL, self.kv_b_proj)
-        key, v_BSHV = kv.unflatten(-1, (-1, plain + of_values)).split([plain, of_values], dim=-1)
+        kv = kv.view(*kv.shape[:2], -1, plain + of_values)
+        key, v_BSHV = torch.split(kv, [plain, of_values], dim=-1)
         k_BSHD = torch.cat([key, key_BS1R.expand(-1, -1, key.shape[2], -1)], dim=-1)
         out_BSHV = self.attend(q_BSHD, k_BSHD, v_BSHV, None, documents)
         out: Tensor = self.o_proj(out_BSHV.flatten(2))
@@ -87,15 +88,15 @@ class LatentAttention(nn.Module):
         else:
             both = torch.cat(self.latents(x_BSE, self.q_a_proj, self.kv_a_proj_with_mqa), dim=-1)
             both = both if self.entering is None else self.entering(both)
-            query_low, low = both.split([self.query_width, self.latent_width + rotary], dim=-1)
+            query_low, low = torch.split(both, [self.query_width, self.latent_width + rotary], dim=-1)
             (q,) = self.of_latents(self.q_a_layernorm(query_low), self.q_b_proj)
-        latent_BSL, turning_BSR = low.split([self.latent_width, rotary], dim=-1)
-        heads = q.unflatten(-1, (-1, self.widths[0] + rotary))
-        return heads, self.kv_a_layernorm(latent_BSL), turning_BSR
+        latent_BSL, turning_BSR = torch.split(low, [self.latent_width, rotary], dim=-1)
+        q_BSHD = q.view(*q.shape[:2], -1, self.widths[0] + rotary)
+        return q_BSHD, self.kv_a_layernorm(latent_BSL), turning_BSR
 
 
 def _halves(x_BSHR: Tensor) -> Tensor:
     """Return numbers of which neighbours make a pair in the order of `rotate`: the first of each pair, then
     the second ones.
     """
-    return x_BSHR.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return x_BSHR.reshape(*x_BSHR.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)

@@ -74,9 +74,7 @@ class Sequences(Protocol):
     def places(self, num: int, device: torch.device) -> Tensor:
         """Return the places in the sequence (int64) of `num` tokens of which the model has each sequence."""
 
-    def documents(
-        self, bounds: Tensor, whole_BS: Tensor, dtype: torch.dtype, head_dim: int | None
-    ) -> Tensor:
+    def documents(self, bounds: Tensor, whole_BS: Tensor, dtype: torch.dtype, head_dim: int | None) -> Tensor:
         """Return what attention takes, as `documents_for` does."""
 
 
@@ -89,9 +87,7 @@ class WholeSequences:
     def places(self, num: int, device: torch.device) -> Tensor:
         return torch.arange(num, device=device)
 
-    def documents(
-        self, bounds: Tensor, whole_BS: Tensor, dtype: torch.dtype, head_dim: int | None
-    ) -> Tensor:
+    def documents(self, bounds: Tensor, whole_BS: Tensor, dtype: torch.dtype, head_dim: int | None) -> Tensor:
         return documents_for(bounds, whole_BS, dtype, head_dim)
 
 

@@ -102,7 +102,8 @@ def direct_weights(model: Transformer, config: Config, mesh: Mesh) -> dict[str, 
         name: sum(user is weight for user in users)
         for name, weight in model.named_parameters()
         if (weight.dim() == 2 or id(weight) in stacked)
-        and name not in repeated and not (is_plugged and name.startswith("layers."))
+        and name not in repeated
+        and not (is_plugged and name.startswith("layers."))
     }
 
 
@@ -122,8 +123,8 @@ def recomputed(block: nn.Module, kind: Recompute, *, is_compiled: bool = False) 
 
 
 def _num_products(block: nn.Module) -> int:
-    """Return how many products a block takes, and one more where its last one is of experts: what that made is
-    needed, for the gradients of the weights by which it is summed.
+    """Return how many products a block takes, and one more where its last one is of experts: what that made
+    is needed, for the gradients of the weights by which it is summed.
     """
     number = sum(isinstance(module, nn.Linear) for module in block.modules())
     for module in block.modules():

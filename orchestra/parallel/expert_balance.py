@@ -1,6 +1,6 @@
-"""What a model's mixtures of experts need beside the passes: memory for their buffers, the scale of their losses,
-and after each step the sum of their counters over all ranks, which moves the biases and tells how evenly the
-experts are loaded.
+"""What a model's mixtures of experts need beside the passes: memory for their buffers, the scale of their
+losses, and after each step the sum of their counters over all ranks, which moves the biases and tells how
+evenly the experts are loaded.
 
 Layers are numbered over the whole model, so that the ranks of a pipeline sum up to all of them.
 """

@@ -351,7 +351,11 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[
     differing = {
         key: [saved[key], value] for key, value in now.items() if key in saved and saved[key] != value
     }
-    shapes = [key for key in differing if key.removeprefix("model.") in (*_SHAPE_KEYS, *_MIXTURE_KEYS, *_LATENT_KEYS, "qk_norm", "head_dim")]
+    shapes = [
+        key
+        for key in differing
+        if key.removeprefix("model.") in (*_SHAPE_KEYS, *_MIXTURE_KEYS, *_LATENT_KEYS, "qk_norm", "head_dim")
+    ]
     if shapes:
         written = ", ".join(f"{key}={saved[key]}" for key in shapes)
         expected = ", ".join(f"{key}={now[key]}" for key in shapes)

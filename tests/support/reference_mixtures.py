@@ -62,7 +62,10 @@ def reference_mixture(model: ModelConfig) -> nn.Module:
         assert model.moe_intermediate_size is not None
         values |= {
             **{key: getattr(model, key) for key in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim")},
-            **{key: getattr(model, key) for key in ("qk_rope_head_dim", "v_head_dim", "n_group", "topk_group")},
+            **{
+                key: getattr(model, key)
+                for key in ("qk_rope_head_dim", "v_head_dim", "n_group", "topk_group")
+            },
             **{key: getattr(model, key) for key in ("first_k_dense_replace", "routed_scaling_factor")},
             "moe_intermediate_size": model.moe_intermediate_size,
             "n_routed_experts": model.num_experts,

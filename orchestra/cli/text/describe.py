@@ -52,8 +52,7 @@ def header(config: Config, run: RunDir, attempt: int = 0, from_step: int | None 
     begins = "from step 1: nothing was committed" if from_step is None else f"from step {from_step}"
     return [
         f"run     {name_of(run)}",
-        f"model   {model.name}: {num_parameters(model):,} parameters{_active(model)}, "
-        f"{config.precision.name.value}",
+        f"model   {_size(model)}, {config.precision.name.value}",
         f"layout  {_layout(mesh, config)}",
         f"batch   {size} × {seq_len} = {size * seq_len:,} tokens per step",
         f"        {_shares(mesh, config)}",
@@ -63,8 +62,9 @@ def header(config: Config, run: RunDir, attempt: int = 0, from_step: int | None 
     ]
 
 
-def _active(model: ModelConfig) -> str:
-    return f" ({num_active_parameters(model):,} active)" if model.num_experts else ""
+def _size(model: ModelConfig) -> str:
+    active = f" ({num_active_parameters(model):,} active)" if model.num_experts else ""
+    return f"{model.name}: {num_parameters(model):,} parameters{active}"
 
 
 def _shares(mesh: Layout, config: Config) -> str:

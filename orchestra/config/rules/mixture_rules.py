@@ -1,4 +1,4 @@
-"""Rules about mixtures of experts and latent attention: their sizes, and what does not go together with them."""
+"""Rules about mixtures of experts and latent attention: their sizes, and what does not go with them."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def rule_experts(config: Config, _: Situation) -> Iterator[str]:
         )
     if model.block is not None:
         yield (
-            f"model.num_experts={num_experts} with model.block={model.block}: layers of a plug-in bring their "
-            "own feed-forward; use model.num_experts=0, or model.block=null"
+            f"model.num_experts={num_experts} with model.block={model.block}: layers of a plug-in bring "
+            "their own feed-forward; use model.num_experts=0, or model.block=null"
         )
     if model.num_experts_per_tok > num_experts:
         yield (
@@ -68,8 +68,8 @@ def rule_expert_groups(config: Config, _: Situation) -> Iterator[str]:
         yield f"model.topk_group={model.topk_group} is more than model.n_group={model.n_group}; use fewer"
     elif (left := model.topk_group * (model.num_experts // model.n_group)) < model.num_experts_per_tok:
         yield (
-            f"model.topk_group={model.topk_group} of model.n_group={model.n_group} groups have {left} experts, "
-            f"fewer than model.num_experts_per_tok={model.num_experts_per_tok}; use a larger topk_group"
+            f"model.topk_group={model.topk_group} of model.n_group={model.n_group} groups have {left} "
+            f"experts, fewer than model.num_experts_per_tok={model.num_experts_per_tok}; use a larger one"
         )
 
 
@@ -93,8 +93,8 @@ def rule_expert_balance(config: Config, _: Situation) -> Iterator[str]:
     coef = model.router_aux_loss_coef
     if model.moe_balance is MoeBalance.none and coef:
         yield (
-            f"model.router_aux_loss_coef={coef} with model.moe_balance=none, which has no loss of balance; use "
-            "model.moe_balance=aux, or bias for both"
+            f"model.router_aux_loss_coef={coef} with model.moe_balance=none, which has no loss of balance; "
+            "use model.moe_balance=aux, or bias for both"
         )
     if model.moe_balance is MoeBalance.aux and coef == 0:
         yield (
@@ -108,8 +108,8 @@ def rule_latent_attention(config: Config, _: Situation) -> Iterator[str]:
     if model.kv_lora_rank is None:
         if model.q_lora_rank is not None:
             yield (
-                f"model.q_lora_rank={model.q_lora_rank} without model.kv_lora_rank: queries have a latent only "
-                "beside keys and values; give model.kv_lora_rank, or use model.q_lora_rank=null"
+                f"model.q_lora_rank={model.q_lora_rank} without model.kv_lora_rank: queries have a latent "
+                "only beside keys and values; give model.kv_lora_rank, or use model.q_lora_rank=null"
             )
         return
     found = f"model.kv_lora_rank={model.kv_lora_rank}"
@@ -122,8 +122,8 @@ def rule_latent_attention(config: Config, _: Situation) -> Iterator[str]:
         )
     if model.head_dim is not None:
         yield (
-            f"{found} with model.head_dim={model.head_dim}: its heads have the widths model.qk_nope_head_dim + "
-            "qk_rope_head_dim and v_head_dim; use model.head_dim=null"
+            f"{found} with model.head_dim={model.head_dim}: its heads have the widths "
+            "model.qk_nope_head_dim + qk_rope_head_dim and v_head_dim; use model.head_dim=null"
         )
     if model.qk_rope_head_dim % 2:
         yield (
@@ -137,9 +137,7 @@ def rule_latent_attention(config: Config, _: Situation) -> Iterator[str]:
 def rule_head_norms(config: Config, _: Situation) -> Iterator[str]:
     model = config.model
     if model.qk_norm and (model.family is not Family.llama or model.kv_lora_rank is not None):
-        yield (
-            "model.qk_norm=true is for heads of the family llama without latents; use model.qk_norm=false"
-        )
+        yield ("model.qk_norm=true is for heads of the family llama without latents; use model.qk_norm=false")
 
 
 def rule_mixture_precision(config: Config, _: Situation) -> Iterator[str]:
@@ -169,6 +167,6 @@ def rule_mixture_layout(config: Config, situation: Situation) -> Iterator[str]:
         for axis, degree in axes.items():
             if degree > 1:
                 yield (
-                    f"parallelism.{axis}={degree} with {found}: orchestra's trainer does not have this yet; use "
-                    f"parallelism.{axis}=1"
+                    f"parallelism.{axis}={degree} with {found}: orchestra's trainer does not have this yet; "
+                    f"use parallelism.{axis}=1"
                 )

@@ -68,7 +68,7 @@ class _Injected(torch.autograd.Function):
     """Passes weights through; in the backward pass a loss beside them gets `scale` as its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, weights_TK: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
+    def forward(ctx: Any, weights_TK: Tensor, _loss: Tensor, scale: Tensor) -> Tensor:
         ctx.save_for_backward(scale)
         return weights_TK.view_as(weights_TK)
 
@@ -144,9 +144,11 @@ class Balance(nn.Module):
         scores_TX = routing.scores_TX
         loss = scores_TX.new_zeros(())
         if self.aux_coef:
-            counts = self.totals(counts_BX.sum(0)[None]) if self.is_of_batch else self.sequence_totals(counts_BX)
+            counts = (
+                self.totals(counts_BX.sum(0)[None]) if self.is_of_batch else self.sequence_totals(counts_BX)
+            )
             even = counts / counts.sum(dim=1, keepdim=True) * self.num_experts
-            per_sequence = _shares(scores_TX).unflatten(0, (len(counts_BX), -1)).sum(1)
+            per_sequence = _shares(scores_TX).view(len(counts_BX), -1, self.num_experts).sum(1)
             loss = loss + self.aux_coef * (even.to(scores_TX.dtype) * per_sequence).sum()
         if self.z_coef:
             loss = loss + self.z_coef * routing.logits_TX.logsumexp(dim=-1).square().sum()

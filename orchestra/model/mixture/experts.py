@@ -72,7 +72,8 @@ def _by_kernel(
     ends = counts_X.cumsum(0).to(torch.int32)
     gate_MF = F.grouped_mm(rows_ME, gate_XFE.transpose(1, 2), offs=ends)
     up_MF = F.grouped_mm(rows_ME, up_XFE.transpose(1, 2), offs=ends)
-    return F.grouped_mm(swiglu(gate_MF, up_MF), down_XEF.transpose(1, 2), offs=ends)
+    out: Tensor = F.grouped_mm(swiglu(gate_MF, up_MF), down_XEF.transpose(1, 2), offs=ends)
+    return out
 
 
 class _OneByOne(torch.autograd.Function):
@@ -86,8 +87,8 @@ class _OneByOne(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        *kept, gate_XFE, up_XFE, down_XEF = ctx.saved_tensors[:7]
-        weights, tickets = (gate_XFE, up_XFE, down_XEF), ctx.saved_tensors[7:]
+        saved = ctx.saved_tensors
+        kept, weights, tickets = saved[:4], saved[4:7], saved[7:]
         is_compiled = torch.compiler.is_compiling()
         takers = [] if is_compiled else [weight_gradient(ticket) for ticket in tickets]
         if takers and all(taker.takes_now for taker in takers):

@@ -147,7 +147,9 @@ class Mixture(nn.Module):
         self.shared_experts = SwiGLU(model, shared) if shared else None
         self.balance = Balance(model)
         # What brings experts, inner widths or sequences to several ranks puts its own in these places.
-        self.dispatch: Dispatch = LocalDispatch(self.num_experts, has_capacity=self.capacity_factor is not None)
+        self.dispatch: Dispatch = LocalDispatch(
+            self.num_experts, has_capacity=self.capacity_factor is not None
+        )
         self.entering: Passage | None = None
         self.leaving: Passage | None = None
         self.places: Places = places_in_sequence

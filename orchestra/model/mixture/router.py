@@ -25,10 +25,10 @@ class Routing(NamedTuple):
     scores of all experts [T, X] and the logits that they are made of. All but the first in fp32.
     """
 
-    experts_TK: Tensor
-    weights_TK: Tensor
-    scores_TX: Tensor
-    logits_TX: Tensor
+    experts_TK: Tensor  # noqa: N815  dims are letters
+    weights_TK: Tensor  # noqa: N815
+    scores_TX: Tensor  # noqa: N815
+    logits_TX: Tensor  # noqa: N815
 
 
 class Router(nn.Module):
@@ -69,7 +69,7 @@ class Router(nn.Module):
         if self.e_score_correction_bias is not None:
             scores_TX = scores_TX + self.e_score_correction_bias
         if self.num_chosen_groups < self.num_groups:
-            of_groups_TGX = scores_TX.unflatten(1, (self.num_groups, -1))
+            of_groups_TGX = scores_TX.view(len(scores_TX), self.num_groups, -1)
             best = min(_BEST_OF_GROUP, of_groups_TGX.shape[2])
             of_group_TG = of_groups_TGX.topk(best, dim=-1).values.sum(dim=-1)
             groups = of_group_TG.topk(self.num_chosen_groups, dim=-1).indices

@@ -30,12 +30,12 @@ def test_logits_and_gradients_equal_transformers(model: ModelConfig) -> None:
     fill_initial_values(ours, seed=3)
     generator = torch.Generator().manual_seed(1)
     state = dict(ours.state_dict())
-    for name, value in state.items():
+    for value in state.values():
         if value.dim() == 1:  # gains and biases that do nothing would hide where they are used
             value += 0.2 * torch.randn(value.shape, generator=generator)
     if model.kv_lora_rank is None:  # nobody but DeepSeek has one
         state = {name: value for name, value in state.items() if not name.endswith("_bias")}
-        for name, value in ours.named_buffers():
+        for value in ours.buffers():
             value.zero_()
     theirs.load_state_dict(with_their_names(state))
     tokens = torch.randint(0, model.vocab_size, (2, 65), generator=generator)
@@ -48,7 +48,9 @@ def test_logits_and_gradients_equal_transformers(model: ModelConfig) -> None:
     ).backward()
     grads = {name: parameter.grad for name, parameter in ours.named_parameters()}
     assert all(grad is not None for grad in grads.values())
-    for name, grad in with_their_names({name: grad for name, grad in grads.items() if grad is not None}).items():
+    for name, grad in with_their_names(
+        {name: grad for name, grad in grads.items() if grad is not None}
+    ).items():
         twin = theirs.get_parameter(name).grad
         assert twin is not None
         scale = twin.abs().max()
