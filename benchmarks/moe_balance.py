@@ -142,7 +142,7 @@ def figure(loads: dict[str, list[float]]) -> str:
         return _HEIGHT - _BOTTOM - (_HEIGHT - _BOTTOM - _TOP) * (load - 1) / (most - 1)
 
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-size="12" fill="#444">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-size="12">',
         f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#fff"/>',
     ]
     ticks = [1 + number * 0.5 for number in range(int((most - 1) / 0.5) + 1)]
