@@ -23,12 +23,19 @@ from conf.schema import Config, MoeAuxScope, MoeBalance, TrainConfig  # noqa: E4
 from orchestra.config.compose import compose  # noqa: E402
 
 WAYS = {
-    "bias": {"moe_balance": MoeBalance.bias},
+    "bias": {"moe_balance": MoeBalance.bias, "moe_bias_update_rate": 0.003},
+    "bias, slower": {"moe_balance": MoeBalance.bias, "moe_bias_update_rate": 0.001},
     "aux, sequence": {"moe_balance": MoeBalance.aux, "moe_aux_scope": MoeAuxScope.sequence},
     "aux, batch": {"moe_balance": MoeBalance.aux, "moe_aux_scope": MoeAuxScope.batch},
     "none": {"moe_balance": MoeBalance.none},
 }
-COLORS = {"bias": "#1f6f43", "aux, sequence": "#2457a6", "aux, batch": "#7aa2d6", "none": "#b0413e"}
+COLORS = {
+    "bias": "#1f6f43",
+    "bias, slower": "#7fbf9a",
+    "aux, sequence": "#2457a6",
+    "aux, batch": "#7aa2d6",
+    "none": "#b0413e",
+}
 
 
 @dataclass(frozen=True)
