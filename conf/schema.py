@@ -12,6 +12,13 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import Any
 
+from conf.model_schema import Family as Family
+from conf.model_schema import ModelConfig as ModelConfig
+from conf.model_schema import MoeAuxScope as MoeAuxScope
+from conf.model_schema import MoeBalance as MoeBalance
+from conf.model_schema import RopeScaling as RopeScaling
+from conf.model_schema import ScoringFunc as ScoringFunc
+
 
 class LauncherName(Enum):
     """Who starts the nodes."""
@@ -357,62 +364,6 @@ class PrecisionConfig:
     fp8_delayed_scaling: bool = False
     # The products with the output matrix in fp8 too: logits, and the gradients of both factors.
     fp8_output: bool = False
-
-
-class Family(Enum):
-    """`llama`: RMSNorm, rotary positions, SwiGLU, no biases. `gpt`: LayerNorm, learned positions, GELU."""
-
-    llama = "llama"
-    gpt = "gpt"
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """Llama 3's scaling of rotary positions (Hugging Face's `rope_scaling`, `rope_type: llama3`)."""
-
-    enabled: bool = False
-    factor: float = 8.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """Shape of the model, in Hugging Face's names. The defaults are the preset `debug`."""
-
-    name: str = "debug"
-    family: Family = Family.llama
-    hidden_size: int = 128
-    intermediate_size: int = 352
-    num_hidden_layers: int = 4
-    num_attention_heads: int = 8
-    num_key_value_heads: int = 4
-    # Width of one head; null means hidden_size / num_attention_heads.
-    head_dim: int | None = None
-    # 256 bytes, the document separator (256), and padding to a multiple of 16.
-    vocab_size: int = 272
-    max_position_embeddings: int = 2048
-    rope_theta: float = 10000.0
-    rope_scaling: RopeScaling = field(default_factory=RopeScaling)
-    norm_eps: float = 1e-5
-    tie_word_embeddings: bool = False
-    # Experts in each layer's feed-forward, of which a token goes through some; 0: the layers are dense.
-    num_experts: int = 0
-    num_experts_per_tok: int = 2
-    # Inner width of one expert, null: intermediate_size; and of one that every token goes through, 0: none.
-    moe_intermediate_size: int | None = None
-    shared_expert_intermediate_size: int = 0
-    # Another decoder layer in the place of the family's: package.module:name, called for each as name(model,
-    # **block_options), and with layer_number=0, 1, … where it has that argument; it returns an nn.Module.
-    block: str | None = None
-    block_options: dict[str, Any] = field(default_factory=dict, hash=False)
-    # The parameters of all these layers together; they are counted when the configuration is checked.
-    block_parameters: int | None = None
-    # Standard deviation of the initial weights; residual projections get it divided by sqrt(2 · layers).
-    init_std: float = 0.02
-    # Folder with a Hugging Face Llama checkpoint to start from; null: initial values from train.seed.
-    init_from: str | None = None
 
 
 class Source(StrEnum):

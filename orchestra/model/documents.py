@@ -49,7 +49,7 @@ def on_device(bounds: Tensor, device: torch.device) -> Tensor:
     return bounds if bounds.device == device else bounds.pin_memory().to(device, non_blocking=True)
 
 
-def documents_for(bounds: Tensor, tokens_BS: Tensor, dtype: torch.dtype, head_dim: int) -> Tensor:
+def documents_for(bounds: Tensor, tokens_BS: Tensor, dtype: torch.dtype, head_dim: int | None) -> Tensor:
     """Return what `attend_within` takes on the tokens' device, for queries of this type and head width: the
     bounds themselves, or a mask [B, 1, S, S] of that type, 0 where a query (third dim) sees a key, else −∞.
     """
@@ -74,11 +74,12 @@ def document_mask(bounds: Tensor, tokens_BS: Tensor, dtype: torch.dtype, place_Q
     return torch.zeros_like(is_seen, dtype=dtype).masked_fill_(~is_seen, -torch.inf)
 
 
-def has_varying_lengths(capability: tuple[int, int] | None, dtype: torch.dtype, head_dim: int) -> bool:
+def has_varying_lengths(capability: tuple[int, int] | None, dtype: torch.dtype, head_dim: int | None) -> bool:
     """Whether flash attention over documents of any length runs on a GPU of a compute capability (None: on a
-    CPU) for this type and head width. Not with ROCm, where nobody has tried it.
+    CPU) for this type and head width (None: values have another one). Not with ROCm, where nobody has
+    tried it.
     """
-    if capability is None or torch.version.hip is not None:
+    if capability is None or head_dim is None or torch.version.hip is not None:
         return False
     is_width = head_dim <= _FLASH_MOST_WIDTH and head_dim % _FLASH_WIDTH_MULTIPLE == 0
     return capability >= _FLASH_CAPABILITY and dtype in _FLASH_DTYPES and is_width

@@ -67,8 +67,11 @@ class Embedding(nn.Embedding):
 
 
 def rotary_frequencies(model: ModelConfig) -> Tensor:
-    """Return the fp32 angular frequencies [D/2] of rotary positions, scaled as Llama 3 where configured."""
-    exponent = torch.arange(0, head_dim(model), 2, dtype=torch.int64).float() / head_dim(model)
+    """Return the fp32 angular frequencies of rotary positions, one for two numbers of what they turn: a head,
+    or its rotary part. Scaled as Llama 3 where configured.
+    """
+    width = head_dim(model) if model.kv_lora_rank is None else model.qk_rope_head_dim
+    exponent = torch.arange(0, width, 2, dtype=torch.int64).float() / width
     frequencies = 1.0 / (model.rope_theta**exponent)
     return _llama3_scaled(frequencies, model.rope_scaling) if model.rope_scaling.enabled else frequencies
 
@@ -123,6 +126,9 @@ class Attention(nn.Module):
         self.k_proj = Linear(model.hidden_size, model.num_key_value_heads * width, bias=has_bias)
         self.v_proj = Linear(model.hidden_size, model.num_key_value_heads * width, bias=has_bias)
         self.o_proj = Linear(model.num_attention_heads * width, model.hidden_size, bias=has_bias)
+        # Of each head, before positions turn them.
+        self.q_norm = RMSNorm(width, model.norm_eps) if model.qk_norm else None
+        self.k_norm = RMSNorm(width, model.norm_eps) if model.qk_norm else None
 
     def forward(self, x_BSE: Tensor, rotary: Rotary, documents: Tensor | None = None) -> Tensor:
         """Return the output [B, S, E].
@@ -134,6 +140,8 @@ class Attention(nn.Module):
         batch, sequence, _ = projected[0].shape
         heads = (batch, sequence, -1, self.head_dim)
         q_BSHD, k_BSKD, v_BSKD = (each.view(heads) for each in projected)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BSHD, k_BSKD = self.q_norm(q_BSHD), self.k_norm(k_BSKD)
         out_BSHD = self.attend(q_BSHD, k_BSKD, v_BSKD, rotary, documents)
         out: Tensor = self.o_proj(out_BSHD.reshape(batch, sequence, -1))
         return out
@@ -148,13 +156,16 @@ class Positions(nn.Embedding):
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) · up(x)), without biases (Shazeer, 2020)."""
+    """down(silu(gate(x)) · up(x)), without biases (Shazeer, 2020); `inner`: its width where that is not the
+    model's.
+    """
 
-    def __init__(self, model: ModelConfig) -> None:
+    def __init__(self, model: ModelConfig, inner: int | None = None) -> None:
         super().__init__()
-        self.gate_proj = Linear(model.hidden_size, model.intermediate_size, bias=False)
-        self.up_proj = Linear(model.hidden_size, model.intermediate_size, bias=False)
-        self.down_proj = Linear(model.intermediate_size, model.hidden_size, bias=False)
+        width = model.intermediate_size if inner is None else inner
+        self.gate_proj = Linear(model.hidden_size, width, bias=False)
+        self.up_proj = Linear(model.hidden_size, width, bias=False)
+        self.down_proj = Linear(width, model.hidden_size, bias=False)
         self.products: Products = products_of
 
     def forward(self, x_BSE: Tensor) -> Tensor:
@@ -175,20 +186,4 @@ class GeluMLP(nn.Module):
     def forward(self, x_BSE: Tensor) -> Tensor:
         (up_BSF,) = self.products(x_BSE, self.up_proj)
         out: Tensor = self.down_proj(F.gelu(up_BSF, approximate="tanh"))
-        return out
-
-
-class Block(nn.Module):
-    """One decoder layer: x + attention(norm(x)), then x + mlp(norm(x))."""
-
-    def __init__(self, model: ModelConfig) -> None:
-        super().__init__()
-        self.input_layernorm = make_norm(model)
-        self.self_attn = Attention(model)
-        self.post_attention_layernorm = make_norm(model)
-        self.mlp = GeluMLP(model) if model.family is Family.gpt else SwiGLU(model)
-
-    def forward(self, x_BSE: Tensor, rotary: Rotary, documents: Tensor | None = None) -> Tensor:
-        x_BSE = x_BSE + self.self_attn(self.input_layernorm(x_BSE), rotary, documents)
-        out: Tensor = x_BSE + self.mlp(self.post_attention_layernorm(x_BSE))
         return out

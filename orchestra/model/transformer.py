@@ -17,18 +17,52 @@ from torch import Tensor, nn
 from conf.schema import Family, ModelConfig
 from orchestra.model.documents import document_bounds, documents_for
 from orchestra.model.initial import fill_normal_, random_key
-from orchestra.model.layers import Block, Embedding, Positions, make_norm, rotary_frequencies
+from orchestra.model.latent_attention import LatentAttention
+from orchestra.model.layers import (
+    Attention,
+    Embedding,
+    GeluMLP,
+    Positions,
+    Rotary,
+    SwiGLU,
+    make_norm,
+    rotary_frequencies,
+)
 from orchestra.model.logits import EAGER, LogitsPasses
 from orchestra.model.loss import Loss, MakeProducts, PlainProducts, cross_entropy_sum
+from orchestra.model.mixture.mixture import Mixture
 from orchestra.sizes.flops import head_dim
 
 # Makes the layer of a number, counted from 0 on.
 MakeBlock = Callable[[ModelConfig, int], nn.Module]
 
 
-def own_block(model: ModelConfig, _: int) -> nn.Module:
+class Block(nn.Module):
+    """One decoder layer: x + attention(norm(x)), then x + mlp(norm(x)), where the mlp may be a mixture."""
+
+    def __init__(self, model: ModelConfig, layer_number: int = 0) -> None:
+        super().__init__()
+        self.input_layernorm = make_norm(model)
+        self.self_attn = Attention(model) if model.kv_lora_rank is None else LatentAttention(model)
+        self.post_attention_layernorm = make_norm(model)
+        self.mlp = make_feed_forward(model, layer_number)
+
+    def forward(self, x_BSE: Tensor, rotary: Rotary, documents: Tensor | None = None) -> Tensor:
+        x_BSE = x_BSE + self.self_attn(self.input_layernorm(x_BSE), rotary, documents)
+        out: Tensor = x_BSE + self.mlp(self.post_attention_layernorm(x_BSE))
+        return out
+
+
+def make_feed_forward(model: ModelConfig, number: int) -> nn.Module:
+    """Return the feed-forward of a layer: the family's, or experts, which the first layers may not have."""
+    if model.num_experts and number >= model.first_k_dense_replace:
+        return Mixture(model)
+    return GeluMLP(model) if model.family is Family.gpt else SwiGLU(model)
+
+
+def own_block(model: ModelConfig, number: int) -> nn.Module:
     """Return the layer of the model's family."""
-    return Block(model)
+    return Block(model, number)
 
 
 class Sequences(Protocol):
@@ -40,7 +74,7 @@ class Sequences(Protocol):
     def places(self, num: int, device: torch.device) -> Tensor:
         """Return the places in the sequence (int64) of `num` tokens of which the model has each sequence."""
 
-    def documents(self, bounds: Tensor, whole_BS: Tensor, dtype: torch.dtype, head_dim: int) -> Tensor:
+    def documents(self, bounds: Tensor, whole_BS: Tensor, dtype: torch.dtype, head_dim: int | None) -> Tensor:
         """Return what attention takes, as `documents_for` does."""
 
 
@@ -53,7 +87,7 @@ class WholeSequences:
     def places(self, num: int, device: torch.device) -> Tensor:
         return torch.arange(num, device=device)
 
-    def documents(self, bounds: Tensor, whole_BS: Tensor, dtype: torch.dtype, head_dim: int) -> Tensor:
+    def documents(self, bounds: Tensor, whole_BS: Tensor, dtype: torch.dtype, head_dim: int | None) -> Tensor:
         return documents_for(bounds, whole_BS, dtype, head_dim)
 
 
@@ -220,7 +254,9 @@ class Transformer(nn.Module):
         bounds = self.document_bounds(tokens_BS) if bounds is None else bounds
         if bounds is None:
             return None
-        return self.sequences.documents(bounds, tokens_BS, dtype, head_dim(self.config))
+        # Heads whose values have another width have no kernel for documents of any length.
+        width = head_dim(self.config) if self.config.kv_lora_rank is None else None
+        return self.sequences.documents(bounds, tokens_BS, dtype, width)
 
     def _rotary_tables(self, sequence: int, like: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return cos [S, 1, D] and sin [S, 1, D/2] in the activations' dtype, computed in fp32 once."""
@@ -238,7 +274,7 @@ class Transformer(nn.Module):
 
 def initial_std(model: ModelConfig, name: str) -> float:
     """Return the standard deviation of initial values: residual outputs are scaled by 1/sqrt(2·L)."""
-    is_residual_output = name.endswith(("o_proj.weight", "down_proj.weight"))
+    is_residual_output = name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj"))
     return model.init_std / math.sqrt(2 * model.num_hidden_layers) if is_residual_output else model.init_std
 
 

@@ -66,6 +66,11 @@ class WeightGradient:
             self.ticket.fill_(self.ticket.data_ptr())
         _BY_TICKET[self.ticket.data_ptr()] = self
 
+    @property
+    def takes_now(self) -> bool:
+        """Whether a part is taken when it is given, and not kept for later."""
+        return not self._later.is_open
+
     def add_product(self, grad_TO: Tensor, x_TI: Tensor) -> None:
         """Take gradᵀ · x, the gradient of a product's weight [O, I]."""
         if self._later.is_open:

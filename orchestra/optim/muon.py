@@ -25,21 +25,24 @@ _EPS = 1e-7
 
 
 def orthogonalized(matrix: Tensor, num_iterations: int = 5) -> Tensor:
-    """Return about U·Vᵀ of a matrix U·S·Vᵀ, in its shape and dtype; computed in bf16 on a GPU."""
+    """Return about U·Vᵀ of a matrix U·S·Vᵀ, or of each of several that are stacked, in its shape and dtype;
+    computed in bf16 on a GPU.
+    """
     a, b, c = _COEFFICIENTS
     x = matrix.to(torch.bfloat16 if matrix.is_cuda else torch.float32)
-    is_tall = x.shape[0] > x.shape[1]
-    x = x.T if is_tall else x
-    x = x / (x.norm() + _EPS)
+    is_tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if is_tall else x
+    x = x / (torch.linalg.matrix_norm(x, keepdim=True) + _EPS)
     for _ in range(num_iterations):
-        squared = x @ x.T
+        squared = x @ x.mT
         x = a * x + (b * squared + c * squared @ squared) @ x
-    result: Tensor = x.T if is_tall else x
+    result: Tensor = x.mT if is_tall else x
     return result.to(matrix.dtype)
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon with AdamW beside it: `layers.…` in groups of kind `matrices` are Muon's.
+    """Muon with AdamW beside it: `layers.…` in groups of kind `matrices` are Muon's, those of stacked
+    experts each by itself.
 
     Without `param_names` in the groups all parameters of two dims are. `momentum`, `nesterov` and
     `num_iterations` are Muon's, `betas` and `eps` AdamW's. `update_size` is the root mean square of an update
@@ -103,7 +106,7 @@ class Muon(torch.optim.Optimizer):
         for matrix in self.gather(pieces):
             group = group_of[matrix.parameter]
             direction = orthogonalized(matrix.whole, self._num_iterations)
-            size = self._update_size * max(matrix.whole.shape) ** 0.5
+            size = self._update_size * max(matrix.whole.shape[-2:]) ** 0.5
             matrix.parameter.mul_(1.0 - group["lr"] * group["weight_decay"])
             matrix.parameter.add_(matrix.mine(direction), alpha=-group["lr"] * size)
         return loss

@@ -20,6 +20,7 @@ from orchestra.parallel.blocks import (
     set_products,
 )
 from orchestra.parallel.context.cut_sequences import cut_sequences
+from orchestra.parallel.expert_balance import ExpertBalance, set_up_mixtures
 from orchestra.parallel.mesh import Mesh
 from orchestra.parallel.pipeline.own_stages import keep_own_stages
 from orchestra.parallel.pipeline.passes import Pipeline
@@ -39,7 +40,7 @@ class Parallelized:
     this rank's part of each lies in the whole one; `units` are the flat buffers that hold them; `stage` keeps
     gradients and parameters over the ranks; `scale_history` is delayed scaling's, None without. `shapes` are
     those of all parameters of the model, whichever rank has them, and `pipeline` runs the passes where the
-    model is cut into stages.
+    model is cut into stages. `expert_balance` follows how mixtures are loaded; None without any.
     """
 
     model: Transformer
@@ -50,6 +51,7 @@ class Parallelized:
     shapes: Mapping[str, tuple[int, ...]]
     scale_history: ScaleHistory | None = None
     pipeline: Pipeline | None = None
+    expert_balance: ExpertBalance | None = None
 
 
 def parallelize(model: Transformer, config: Config, mesh: Mesh) -> Parallelized:
@@ -67,6 +69,7 @@ def parallelize(model: Transformer, config: Config, mesh: Mesh) -> Parallelized:
     places = keep_own_stages(model, places, config, mesh)
     history = set_products(model, config)
     units = place_units(model, places, precision, config, mesh)
+    balance = set_up_mixtures(model, config, mesh)
     recompute_blocks(model, config, mesh)
     compile_blocks(model, config)
     direct = direct_weights(model, config, mesh)
@@ -79,4 +82,4 @@ def parallelize(model: Transformer, config: Config, mesh: Mesh) -> Parallelized:
     if history is not None:
         keep_history(history, model, config)
     pipeline = Pipeline(model, stage, config, mesh) if mesh.layout.pp > 1 else None
-    return Parallelized(model, units.trained, places, units, stage, shapes, history, pipeline)
+    return Parallelized(model, units.trained, places, units, stage, shapes, history, pipeline, balance)

@@ -17,8 +17,8 @@ non-linearity. It sees the operators inside of the hand-written functions too.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -29,6 +29,9 @@ from conf.schema import Config, Offload, PrecisionName, Recompute, Scaling
 from orchestra.errors import TrainingError
 from orchestra.model.layers import Attention, GeluMLP, Linear, SwiGLU
 from orchestra.model.logits import CompiledPasses
+from orchestra.model.mixture.balance import uncounted
+from orchestra.model.mixture.experts import EXPERTS, Experts
+from orchestra.model.mixture.mixture import Mixture
 from orchestra.model.transformer import Transformer
 from orchestra.parallel.mesh import Mesh
 from orchestra.parallel.tensor.split import ColumnsProduct, RowsProducts
@@ -52,6 +55,8 @@ _PRODUCTS = frozenset(
         _aten.baddbmm.default,
         _aten.linear.default,
         _aten._scaled_mm.default,
+        _aten._grouped_mm.default,
+        EXPERTS,
     )
 )
 _traced = torch.ops._c10d_functional
@@ -69,7 +74,7 @@ def recompute_blocks(model: Transformer, config: Config, mesh: Mesh) -> None:
     kinds = kinds_of_layers(config, mesh.layout.dp, is_gpu=mesh.is_gpu)
     for number, layer in model.numbered_layers():
         if kinds[number] is not Recompute.none:
-            layer.forward = recomputed(layer, kinds[number])
+            layer.forward = recomputed(layer, kinds[number], is_compiled=config.train.compile is True)
 
 
 def direct_weights(model: Transformer, config: Config, mesh: Mesh) -> dict[str, int]:
@@ -82,8 +87,9 @@ def direct_weights(model: Transformer, config: Config, mesh: Mesh) -> dict[str, 
     """
     kinds = kinds_of_layers(config, mesh.layout.dp, is_gpu=mesh.is_gpu)
     repeated = {
-        f"layers.{number}.mlp.down_proj.weight"
+        f"layers.{number}.mlp.{last}.weight"
         for number, kind in enumerate(kinds)
+        for last in ("down_proj", "shared_experts.down_proj")
         if kind is not Recompute.none and config.train.compile is not True
     }
     is_plugged = config.model.block is not None
@@ -91,24 +97,49 @@ def direct_weights(model: Transformer, config: Config, mesh: Mesh) -> dict[str, 
     idle = None if model.has_embedding else model.embed_tokens
     modules = [module for module in model.modules() if module is not idle]
     users = [parameter for module in modules for parameter in module._parameters.values()]
+    stacked = {id(it) for module in modules if isinstance(module, Experts) for it in module.parameters()}
     return {
         name: sum(user is weight for user in users)
         for name, weight in model.named_parameters()
-        if weight.dim() == 2 and name not in repeated and not (is_plugged and name.startswith("layers."))
+        if (weight.dim() == 2 or id(weight) in stacked)
+        and name not in repeated
+        and not (is_plugged and name.startswith("layers."))
     }
 
 
-def recomputed(block: nn.Module, kind: Recompute) -> Callable[..., Any]:
+def recomputed(block: nn.Module, kind: Recompute, *, is_compiled: bool = False) -> Callable[..., Any]:
     """Return the block's forward with its activations recomputed, fully or but for its products."""
     options: dict[str, Any] = {"use_reentrant": False}
+    # A compiler never repeats what changes a counter.
+    is_counted = not is_compiled and any(isinstance(module, Mixture) for module in block.modules())
     if kind is Recompute.selective:
         num_sums = sum(isinstance(module, ColumnsProduct) for module in block.modules())
-        num_products = num_sums + sum(isinstance(module, nn.Linear) for module in block.modules())
-        options["context_fn"] = functools.partial(_contexts, num_products, num_sums)
+        options["context_fn"] = functools.partial(
+            _contexts, num_sums + _num_products(block), num_sums, is_counted=is_counted
+        )
+    elif is_counted:
+        options["context_fn"] = _counted_once
     return functools.partial(checkpoint, block.forward, **options)
 
 
-def _contexts(num_products: int, num_sums: int) -> Contexts:
+def _num_products(block: nn.Module) -> int:
+    """Return how many products a block takes, and one more where experts take the last one: what they made
+    is needed, for the gradients of the weights by which it is summed.
+    """
+    number = sum(isinstance(module, nn.Linear) for module in block.modules())
+    for module in block.modules():
+        if isinstance(module, Mixture):
+            router = 1
+            number += router + module.experts.num_products + 1
+    return number
+
+
+def _counted_once() -> Contexts:
+    """Return the contexts of a pass that counts tokens, and of its repetition, which counts none."""
+    return nullcontext(), uncounted()
+
+
+def _contexts(num_products: int, num_sums: int, *, is_counted: bool) -> Contexts:
     """Return the contexts of one pass, which keeps all products and sums over ranks but the last of each.
 
     The last ones are the block's output, which the next block keeps as its input.
@@ -123,9 +154,16 @@ def _contexts(num_products: int, num_sums: int) -> Contexts:
         return CheckpointPolicy.PREFER_RECOMPUTE
 
     # A sum over ranks is taken in the memory of the product that is kept.
-    return create_selective_checkpoint_contexts(  # type: ignore[no-any-return, no-untyped-call]
+    first, second = create_selective_checkpoint_contexts(  # type: ignore[no-untyped-call]
         policy, allow_cache_entry_mutation=True
     )
+    return first, (_both(second, uncounted()) if is_counted else second)
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
+        yield
 
 
 def compile_blocks(model: Transformer, config: Config) -> None:

@@ -170,8 +170,8 @@ class MetricsLog:
     overflows: OverflowLog
     tokens_per_step: int
     callbacks: Callbacks
-    # Columns of the next row beside a row's own: held-out losses.
-    beside: dict[str, float] = field(default_factory=dict)
+    # Columns of the next row beside a row's own: held-out losses, and how experts were loaded.
+    beside: dict[str, float | list[int]] = field(default_factory=dict)
 
     def add(
         self,

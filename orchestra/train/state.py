@@ -1,6 +1,7 @@
 """The tensors of a training run's state, as shards by name, and how they are taken back from a checkpoint.
 
 model.<parameter>                   the fp32 master; 16-bit parameters are rounded from it again
+model.<bias>                        of a mixture's router, by which experts are chosen (fp32, on every rank)
 optimizer.exp_avg.<parameter>       AdamW's first moment, and exp_avg_sq its second; another optimizer's state
                                     by the names it gives, cut as the parameter is, or a number
 rng.cpu.<coordinates>               torch's generator (uint8) of the rank at these coordinates of the mesh,
@@ -54,6 +55,13 @@ _SHAPE_KEYS = (
     *("family", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "vocab_size", "tie_word_embeddings", "block", "block_options"),
 )
+# Those of mixtures and of latent attention, where there are some.
+_MIXTURE_KEYS = (
+    *("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"),
+    *("first_k_dense_replace", "scoring_func", "norm_topk_prob", "routed_scaling_factor", "n_group"),
+    "topk_group",
+)
+_LATENT_KEYS = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 # Choices that decide which samples come next: a run keeps them, as `orchestra resume` says too.
 _ORDER_KEYS = ("train.seed", "train.seq_len", "data.source", "data.path", "data.source_identity")
 # Of plug-ins: only where there are some.
@@ -79,6 +87,8 @@ class TensorState:
         self._shards += self._state_of_optimizer()
         shapes = parallelized.shapes
         self._shapes = {f"model.{name}": shape for name, shape in shapes.items()}
+        if (balance := parallelized.expert_balance) is not None:
+            self._shapes |= {f"model.{name}": shape for name, shape in balance.shapes.items()}
         for name in shapes:
             for kind, shape in optimizer.kinds[name].items():
                 self._shapes[f"optimizer.{kind}.{name}"] = shapes[name] if shape is None else shape
@@ -99,7 +109,10 @@ class TensorState:
         return self._masters()
 
     def _masters(self) -> list[Shard]:
-        return self._shards_of("model", [item.master for item in self._parallelized.trained])
+        masters = self._shards_of("model", [item.master for item in self._parallelized.trained])
+        balance = self._parallelized.expert_balance
+        biases = {} if balance is None else balance.biases
+        return [*masters, *(whole(f"model.{name}", bias) for name, bias in biases.items())]
 
     def _state_of_optimizer(self) -> list[Shard]:
         """Return the shards of the optimizer's state: shaped like the masters, or whole."""
@@ -313,8 +326,15 @@ class CheckpointContext:
 
 def facts(config: Config) -> dict[str, Any]:
     """Return the configuration's values that a checkpoint keeps, as JSON by dotted key."""
-    keys = [*(f"model.{key}" for key in _SHAPE_KEYS), *_ORDER_KEYS, *_OTHER_KEYS]
-    if config.model.family is Family.gpt:
+    model = config.model
+    shape_keys = (
+        *_SHAPE_KEYS,
+        *(_MIXTURE_KEYS if model.num_experts else ()),
+        *(_LATENT_KEYS if model.kv_lora_rank is not None else ()),
+        *(("qk_norm",) if model.qk_norm else ()),
+    )
+    keys = [*(f"model.{key}" for key in shape_keys), *_ORDER_KEYS, *_OTHER_KEYS]
+    if model.family is Family.gpt:
         keys.append("model.max_position_embeddings")
     values = {key: attrgetter(key)(config) for key in keys}
     values = {key: value for key, value in values.items() if value or key not in _PLUGGED_KEYS}
@@ -331,7 +351,11 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[
     differing = {
         key: [saved[key], value] for key, value in now.items() if key in saved and saved[key] != value
     }
-    shapes = [key for key in differing if key.removeprefix("model.") in (*_SHAPE_KEYS, "head_dim")]
+    shapes = [
+        key
+        for key in differing
+        if key.removeprefix("model.") in (*_SHAPE_KEYS, *_MIXTURE_KEYS, *_LATENT_KEYS, "qk_norm", "head_dim")
+    ]
     if shapes:
         written = ", ".join(f"{key}={saved[key]}" for key in shapes)
         expected = ", ".join(f"{key}={now[key]}" for key in shapes)

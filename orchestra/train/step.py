@@ -87,6 +87,8 @@ class TrainingStep:
         if self.scale_history is not None:
             self._follow_scales(self.scale_history, is_left_out)
         lr = self._update(step, grad_norm, is_left_out, scale)
+        if self._parallel.expert_balance is not None:
+            self._parallel.expert_balance.end_step(is_left_out)
         if self.loss_scale is None:
             return StepResult(loss, grad_norm, is_bad, lr, is_spike=is_spike)
         has_overflowed = self.loss_scale.overflowed(loss, grad_norm)
@@ -115,6 +117,8 @@ class TrainingStep:
         """Return the loss, summed over micro-batches and, once the work is done, over the ranks."""
         # The loss takes its gradients in the forward pass: what scales them has to come in there.
         share = self._share if self.loss_scale is None else self.loss_scale.scale * self._share
+        if self._parallel.expert_balance is not None:
+            self._parallel.expert_balance.begin_step(share)
         self._hooks.before_forward(step, tokens_ABS, share)
         if self.scale_history is not None:
             self.scale_history.begin_step()

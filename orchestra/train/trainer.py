@@ -54,7 +54,7 @@ from orchestra.run.rollback import BadSteps
 from orchestra.run.secret import key_of_attempt
 from orchestra.run.step_times import StepTimesFile
 from orchestra.run.stop_requests import StopRequest
-from orchestra.sizes.flops import head_dim, num_parameters
+from orchestra.sizes.flops import head_dim, num_active_parameters, num_parameters
 from orchestra.sizes.step_shares import Part
 from orchestra.train.build import (
     BuiltModel,
@@ -195,6 +195,9 @@ class Trainer:
         is_row = is_logged or verdict is not None
         if is_row and self.sources is not None:
             self._show(self.sources.columns(trained))
+        balance = self.built.parallelized.expert_balance
+        if is_row and balance is not None and self.metrics is not None:
+            self._show(balance.columns())
         if self.metrics is not None:
             failed_saves = self.checkpoints.health.failed_in_a_row
             self.metrics.add(
@@ -230,7 +233,7 @@ class Trainer:
         self._show(found.columns())
         return found
 
-    def _show(self, columns: Mapping[str, float]) -> None:
+    def _show(self, columns: Mapping[str, float | list[int]]) -> None:
         """Give the next row of metrics some more columns."""
         if self.metrics is not None:
             self.metrics.beside.update(columns)
@@ -461,6 +464,7 @@ def _announced_peak_flops(config: Config, mesh: Mesh, built: BuiltModel, events:
         world_size=mesh.world_size,
         accumulation=built.batch.accumulation,
         num_parameters=num_parameters(config.model),
+        num_active_parameters=num_active_parameters(config.model),
         peak_flops_per_s=peak_flops_per_s,
         mfu_convention=MFU_CONVENTION,
     )

@@ -22,7 +22,7 @@ from orchestra.run.files import Record
 from orchestra.run.paths import RunDir, SweepDir, is_sweep
 from orchestra.run.record import RunPhase
 from orchestra.run.run_lineage import newest_checkpoint
-from orchestra.sizes.flops import num_parameters
+from orchestra.sizes.flops import num_active_parameters, num_parameters
 from orchestra.sizes.pipeline_check import check
 from orchestra.sizes.pipeline_schedule import pipeline_shape, schedule
 from orchestra.sizes.step_shares import read_shares
@@ -31,7 +31,7 @@ from orchestra.submit.launch import threads_per_rank, usable_cores
 
 if TYPE_CHECKING:
     # `status` and its like need none of these, and answer faster without.
-    from conf.schema import Config
+    from conf.schema import Config, ModelConfig
     from orchestra.cli.text.progress import Summary
     from orchestra.sizes.topology import Layout
 
@@ -52,7 +52,7 @@ def header(config: Config, run: RunDir, attempt: int = 0, from_step: int | None 
     begins = "from step 1: nothing was committed" if from_step is None else f"from step {from_step}"
     return [
         f"run     {name_of(run)}",
-        f"model   {model.name}: {num_parameters(model):,} parameters, {config.precision.name.value}",
+        f"model   {_size(model)}, {config.precision.name.value}",
         f"layout  {_layout(mesh, config)}",
         f"batch   {size} × {seq_len} = {size * seq_len:,} tokens per step",
         f"        {_shares(mesh, config)}",
@@ -60,6 +60,11 @@ def header(config: Config, run: RunDir, attempt: int = 0, from_step: int | None 
         f"device  {_device(config)}",
         *([f"attempt {attempt}, {begins}"] if attempt else []),
     ]
+
+
+def _size(model: ModelConfig) -> str:
+    active = f" ({num_active_parameters(model):,} active)" if model.num_experts else ""
+    return f"{model.name}: {num_parameters(model):,} parameters{active}"
 
 
 def _shares(mesh: Layout, config: Config) -> str:

@@ -18,6 +18,7 @@ from orchestra.config.machine import Situation
 from orchestra.config.rules import (
     checkpoint_rules,
     eval_rules,
+    mixture_rules,
     place_rules,
     plugin_rules,
     recovery_rules,
@@ -36,10 +37,7 @@ class NotYet:
 
 
 # Who builds a feature deletes its row. The planner knows all of it; `run` and `submit` refuse it at once.
-TABLE = (
-    NotYet("model.num_experts", 0, "mixtures of experts"),
-    NotYet("parallelism.ep", 1, "expert parallelism"),
-)
+TABLE = (NotYet("parallelism.ep", 1, "expert parallelism"),)
 
 
 def not_yet(config: Config, situation: Situation) -> Iterator[str]:
@@ -67,6 +65,7 @@ def _rules_of(module: ModuleType) -> list[Rule]:
 _MODULES = (
     value_rules,
     shape_rules,
+    mixture_rules,
     place_rules,
     eval_rules,
     checkpoint_rules,

@@ -16,7 +16,6 @@ from conf.schema import (
     Recompute,
     Scaling,
 )
-from orchestra.config.keys import shown
 from orchestra.config.machine import Situation, data_parallel, world_size
 from orchestra.errors import ConfigError
 from orchestra.sizes.activations import budget_problems, layer_activations
@@ -41,12 +40,12 @@ def rule_heads(config: Config, _: Situation) -> Iterator[str]:
     heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
     if not _positive(model.hidden_size, heads):
         return
-    if model.head_dim is None and model.hidden_size % heads:
+    if model.head_dim is None and model.kv_lora_rank is None and model.hidden_size % heads:
         yield (
             f"model.num_attention_heads={heads} does not divide model.hidden_size={model.hidden_size}; use "
             f"{listed(divisors(model.hidden_size))} heads, or set model.head_dim"
         )
-    elif model.family is Family.llama and head_dim(model) % 2:
+    elif model.family is Family.llama and model.kv_lora_rank is None and head_dim(model) % 2:
         yield (
             f"a head of {head_dim(model)} numbers is odd and rotary positions turn pairs; choose "
             f"model.num_attention_heads so that hidden_size / heads is even, or set model.head_dim"
@@ -85,39 +84,6 @@ def rule_tensor_parallel(config: Config, _: Situation) -> Iterator[str]:
             f"parallelism.tp={tp} and model.num_key_value_heads={kv_heads}: neither divides the other; use "
             f"tp={listed(degrees)}"
         )
-
-
-def rule_experts(config: Config, _: Situation) -> Iterator[str]:
-    model, ep, num_experts = config.model, config.parallelism.ep, config.model.num_experts
-    if not _positive(num_experts):
-        if _positive(ep) and ep > 1:
-            yield (
-                f"parallelism.ep={ep} shares out experts and model.num_experts={num_experts}; use "
-                "parallelism.ep=1, or a model with experts such as model=mixtral_8x7b"
-            )
-        return
-    if model.family is not Family.llama:
-        yield (
-            f"model.num_experts={num_experts} with model.family={model.family.name}; experts are of the "
-            "family llama: set that, or use model.num_experts=0"
-        )
-    if model.num_experts_per_tok > num_experts:
-        yield (
-            f"model.num_experts_per_tok={model.num_experts_per_tok} is more than "
-            f"model.num_experts={num_experts}; use at most {num_experts}"
-        )
-    if _positive(ep) and num_experts % ep:
-        yield (
-            f"parallelism.ep={ep} does not divide model.num_experts={num_experts}; use "
-            f"{listed(divisors(num_experts))}"
-        )
-    dense_only = {
-        "parallelism.offload": (config.parallelism.offload, Offload.none),
-        "train.recompute_budget_gib": (config.train.recompute_budget_gib, None),
-    }
-    for key, (value, usual) in dense_only.items():
-        if value is not usual:
-            yield f"{key}={shown(value)} is not planned for mixtures of experts; use {key}={shown(usual)}"
 
 
 def rule_sequence_parallel(config: Config, _: Situation) -> Iterator[str]:

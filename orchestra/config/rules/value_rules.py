@@ -34,6 +34,14 @@ _BOUNDS: dict[str, tuple[int | None, int | None]] = {
     "model.num_experts_per_tok": (1, 2**16),
     "model.moe_intermediate_size": (1, 2**24),
     "model.shared_expert_intermediate_size": (0, 2**24),
+    "model.first_k_dense_replace": (0, 2**16),
+    "model.n_group": (1, 2**16),
+    "model.topk_group": (1, 2**16),
+    "model.kv_lora_rank": (1, 2**20),
+    "model.q_lora_rank": (1, 2**20),
+    "model.qk_nope_head_dim": (1, 2**16),
+    "model.qk_rope_head_dim": (2, 2**16),
+    "model.v_head_dim": (1, 2**16),
     "parallelism.virtual_stages": (1, 2**16),
     # Token ids have 32 bits.
     "model.vocab_size": (2, 2**31 - 1),
@@ -108,6 +116,9 @@ _POSITIVE = (
     "model.rope_scaling.high_freq_factor",
     "model.norm_eps",
     "model.init_std",
+    "model.routed_scaling_factor",
+    "model.moe_bias_update_rate",
+    "model.moe_capacity_factor",
     "parallelism.bucket_mib",
     "optim.lr",
     "optim.eps",
@@ -129,6 +140,8 @@ _POSITIVE = (
 )
 # Numbers that must be finite and may be zero.
 _NOT_NEGATIVE = (
+    "model.router_aux_loss_coef",
+    "model.router_z_loss_coef",
     "optim.min_lr",
     "optim.weight_decay",
     "optim.state_bytes_per_parameter",

@@ -48,7 +48,7 @@ class HeadAndTail:
         within = torch.arange(size, device=device)
         return torch.cat([number * size + within for number in self.pieces])
 
-    def documents(self, bounds: Tensor, whole_BS: Tensor, dtype: torch.dtype, head_dim: int) -> Tensor:
+    def documents(self, bounds: Tensor, whole_BS: Tensor, dtype: torch.dtype, head_dim: int | None) -> Tensor:
         """Return what this rank's attention takes: `documents_for` of whole sequences, or the mask
         [B, 1, P, S] of its own queries.
         """

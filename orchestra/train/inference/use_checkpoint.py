@@ -53,7 +53,12 @@ def load_model(
     model = meta_model(config)
     model.to_empty(device=device).to(policy(_without_fp8(config.precision)).parameter)
     model.tie_weights()
-    for name, parameter in model.named_parameters():
+    # Those by which experts are chosen are fp32 in every precision; the others count in training alone.
+    biases = {name: buffer.float() for name, buffer in model.named_buffers() if name.endswith("_bias")}
+    for name, bias in biases.items():
+        owner, _, kind = name.rpartition(".")
+        setattr(model.get_submodule(owner), kind, bias)
+    for name, parameter in (*model.named_parameters(), *biases.items()):
         stored = manifest.tensors.get(_PREFIX + name)
         if stored is None or stored.shape != tuple(parameter.shape) or stored.dtype not in _TYPES:
             found = "nothing" if stored is None else f"{stored.dtype} {list(stored.shape)}"

@@ -34,6 +34,7 @@ from torch import Tensor
 from checkpointing.peers import Peers
 from conf.schema import RecoveryConfig
 from orchestra.errors import ConfigError, RollBackError
+from orchestra.model.mixture.balance import uncounted
 from orchestra.parallel.apply import Parallelized
 from orchestra.parallel.marks import marked
 from orchestra.parallel.mesh import Mesh
@@ -205,7 +206,7 @@ def _loss_apart(
     parallelized: Parallelized, tokens_BS: Tensor, share: float | Tensor, watcher: Watcher
 ) -> Tensor:
     """Compute a micro-batch that is none of the training's; return its loss. Nothing else of it is kept."""
-    with parallelized.stage.gradients.apart(watcher):
+    with parallelized.stage.gradients.apart(watcher), uncounted():
         loss = parallelized.model(tokens_BS[:, :-1], tokens_BS[:, 1:], share)
         kept: Tensor = loss.detach().clone()
         loss.backward()

@@ -1,0 +1,156 @@
+"""Rules about mixtures of experts and latent attention: their sizes, and what does not go with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from conf.schema import Config, Family, MoeBalance, Offload, PrecisionName
+from orchestra.config.keys import shown
+from orchestra.config.machine import Situation
+from orchestra.sizes.topology import divisors, listed
+
+
+def rule_experts(config: Config, _: Situation) -> Iterator[str]:
+    model, ep, num_experts = config.model, config.parallelism.ep, config.model.num_experts
+    if num_experts <= 0:
+        if ep > 1:
+            yield (
+                f"parallelism.ep={ep} shares out experts and model.num_experts={num_experts}; use "
+                "parallelism.ep=1, or a model with experts such as model=mixtral_8x7b"
+            )
+        return
+    if model.family is not Family.llama:
+        yield (
+            f"model.num_experts={num_experts} with model.family={model.family.name}; experts are of the "
+            "family llama: set that, or use model.num_experts=0"
+        )
+    if model.block is not None:
+        yield (
+            f"model.num_experts={num_experts} with model.block={model.block}: layers of a plug-in bring "
+            "their own feed-forward; use model.num_experts=0, or model.block=null"
+        )
+    if model.num_experts_per_tok > num_experts:
+        yield (
+            f"model.num_experts_per_tok={model.num_experts_per_tok} is more than "
+            f"model.num_experts={num_experts}; use at most {num_experts}"
+        )
+    if ep >= 1 and num_experts % ep:
+        yield (
+            f"parallelism.ep={ep} does not divide model.num_experts={num_experts}; use "
+            f"{listed(divisors(num_experts))}"
+        )
+    if model.first_k_dense_replace >= model.num_hidden_layers > 0:
+        yield (
+            f"model.first_k_dense_replace={model.first_k_dense_replace} leaves no mixture among "
+            f"model.num_hidden_layers={model.num_hidden_layers}; use fewer, or model.num_experts=0"
+        )
+    dense_only = {
+        "parallelism.offload": (config.parallelism.offload, Offload.none),
+        "train.recompute_budget_gib": (config.train.recompute_budget_gib, None),
+    }
+    for key, (value, usual) in dense_only.items():
+        if value is not usual:
+            yield f"{key}={shown(value)} is not planned for mixtures of experts; use {key}={shown(usual)}"
+
+
+def rule_expert_groups(config: Config, _: Situation) -> Iterator[str]:
+    """A token's experts come from some groups of equal sizes."""
+    model = config.model
+    if model.num_experts <= 0 or model.n_group < 1 or model.topk_group < 1:
+        return
+    if model.num_experts % model.n_group:
+        yield (
+            f"model.n_group={model.n_group} does not divide model.num_experts={model.num_experts}; use "
+            f"{listed(divisors(model.num_experts))}"
+        )
+    elif model.topk_group > model.n_group:
+        yield f"model.topk_group={model.topk_group} is more than model.n_group={model.n_group}; use fewer"
+    elif (left := model.topk_group * (model.num_experts // model.n_group)) < model.num_experts_per_tok:
+        yield (
+            f"model.topk_group={model.topk_group} of model.n_group={model.n_group} groups have {left} "
+            f"experts, fewer than model.num_experts_per_tok={model.num_experts_per_tok}; use a larger one"
+        )
+
+
+def rule_expert_balance(config: Config, _: Situation) -> Iterator[str]:
+    model = config.model
+    coef = model.router_aux_loss_coef
+    if model.moe_balance is MoeBalance.none and coef:
+        yield (
+            f"model.router_aux_loss_coef={coef} with model.moe_balance=none, which has no loss of balance; "
+            "use model.moe_balance=aux, or bias for both"
+        )
+    if model.moe_balance is MoeBalance.aux and coef == 0:
+        yield (
+            "model.router_aux_loss_coef=0 with model.moe_balance=aux: nothing would balance; use "
+            "model.moe_balance=none if that is meant"
+        )
+
+
+def rule_latent_attention(config: Config, _: Situation) -> Iterator[str]:
+    model = config.model
+    if model.kv_lora_rank is None:
+        if model.q_lora_rank is not None:
+            yield (
+                f"model.q_lora_rank={model.q_lora_rank} without model.kv_lora_rank: queries have a latent "
+                "only beside keys and values; give model.kv_lora_rank, or use model.q_lora_rank=null"
+            )
+        return
+    found = f"model.kv_lora_rank={model.kv_lora_rank}"
+    if model.family is not Family.llama:
+        yield f"{found} with model.family={model.family.name}; latent attention is of the family llama"
+    if model.num_key_value_heads != model.num_attention_heads:
+        yield (
+            f"{found}: each head has keys and values of its own; use "
+            f"model.num_key_value_heads={model.num_attention_heads}, as model.num_attention_heads is"
+        )
+    if model.head_dim is not None:
+        yield (
+            f"{found} with model.head_dim={model.head_dim}: its heads have the widths "
+            "model.qk_nope_head_dim + qk_rope_head_dim and v_head_dim; use model.head_dim=null"
+        )
+    if model.qk_rope_head_dim % 2:
+        yield (
+            f"model.qk_rope_head_dim={model.qk_rope_head_dim} is odd and rotary positions turn pairs; use an "
+            "even number"
+        )
+    if model.block is not None:
+        yield f"{found} with model.block={model.block}: layers of a plug-in bring their own attention"
+
+
+def rule_head_norms(config: Config, _: Situation) -> Iterator[str]:
+    model = config.model
+    if model.qk_norm and (model.family is not Family.llama or model.kv_lora_rank is not None):
+        yield ("model.qk_norm=true is for heads of the family llama without latents; use model.qk_norm=false")
+
+
+def rule_mixture_precision(config: Config, _: Situation) -> Iterator[str]:
+    model = config.model
+    if config.precision.name is not PrecisionName.fp8:
+        return
+    without = {
+        f"model.num_experts={model.num_experts}": model.num_experts > 0,
+        f"model.kv_lora_rank={model.kv_lora_rank}": model.kv_lora_rank is not None,
+    }
+    for found in (key for key, is_there in without.items() if is_there):
+        yield f"precision=fp8 with {found}, whose products are not taken in fp8 yet; use precision=bf16"
+
+
+def rule_mixture_layout(config: Config, situation: Situation) -> Iterator[str]:
+    """The planner knows what is not built yet; who builds it deletes its row."""
+    model, parallelism = config.model, config.parallelism
+    if situation.verb == "plan":
+        return
+    kinds = {
+        f"model.num_experts={model.num_experts}": model.num_experts > 0,
+        f"model.kv_lora_rank={model.kv_lora_rank}": model.kv_lora_rank is not None,
+        "model.qk_norm=true": model.qk_norm,
+    }
+    axes = {"tp": parallelism.tp, "cp": parallelism.cp, "pp": parallelism.pp}
+    for found in (key for key, is_there in kinds.items() if is_there):
+        for axis, degree in axes.items():
+            if degree > 1:
+                yield (
+                    f"parallelism.{axis}={degree} with {found}: orchestra's trainer does not have this yet; "
+                    f"use parallelism.{axis}=1"
+                )
