@@ -40,12 +40,12 @@ MakeBlock = Callable[[ModelConfig, int], nn.Module]
 class Block(nn.Module):
     """One decoder layer: x + attention(norm(x)), then x + mlp(norm(x)), where the mlp may be a mixture."""
 
-    def __init__(self, model: ModelConfig, number: int) -> None:
+    def __init__(self, model: ModelConfig, layer_number: int = 0) -> None:
         super().__init__()
         self.input_layernorm = make_norm(model)
         self.self_attn = Attention(model) if model.kv_lora_rank is None else LatentAttention(model)
         self.post_attention_layernorm = make_norm(model)
-        self.mlp = make_feed_forward(model, number)
+        self.mlp = make_feed_forward(model, layer_number)
 
     def forward(self, x_BSE: Tensor, rotary: Rotary, documents: Tensor | None = None) -> Tensor:
         x_BSE = x_BSE + self.self_attn(self.input_layernorm(x_BSE), rotary, documents)

@@ -141,5 +141,5 @@ def test_layers_of_somebody_else_restore_on_other_layouts(ranks: Ranks, tmp_path
 
 
 def test_our_own_layer_as_a_plug_in_is_the_same_model() -> None:
-    mine = replace(ODD, block="orchestra.model.layers:Block")
+    mine = replace(ODD, block="orchestra.model.transformer:Block")
     assert_same_training([alone(config_of(mine), STEPS)], alone(config_of(), STEPS))

@@ -81,7 +81,8 @@ class _OneByOne(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows_ME: Tensor, counts_X: Tensor, *parameters: Tensor) -> Tensor:
-        out_ME, gate_MF, up_MF = _experts(rows_ME, counts_X, *parameters[:3])
+        made: tuple[Tensor, Tensor, Tensor] = _experts(rows_ME, counts_X, *parameters[:3])
+        out_ME, gate_MF, up_MF = made
         ctx.save_for_backward(rows_ME, gate_MF, up_MF, counts_X, *parameters)
         return out_ME
 
