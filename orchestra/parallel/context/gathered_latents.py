@@ -42,7 +42,7 @@ class GatheredLatents:
 
     group: TensorGroup
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, own_BPL: Tensor) -> Tensor:
         """Return [B, S, L] of whole sequences."""
         whole: Tensor = _GatheredPlaces.apply(own_BPL, self.group)  # type: ignore[no-untyped-call]

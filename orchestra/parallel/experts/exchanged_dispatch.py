@@ -176,7 +176,7 @@ class ExchangedDispatch:
     def __init__(self, group: ExchangeGroup, shares: ExpertShares) -> None:
         self._group, self._shares = group, shares
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, x_TE: Tensor, experts_TK: Tensor) -> Combine:
         expert_M, order_M = experts_TK.flatten().sort(stable=True)
         place_TK = inverse(order_M).view(experts_TK.shape)
@@ -188,7 +188,7 @@ class ExchangedDispatch:
         to_experts = _Exchange(self._group, arrivals.sent, arrivals.received)
         arriving_RE = to_experts.start(rows_ME[:num_sent])
 
-        @torch.compiler.disable
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
         def combine(weights_TK: Tensor, experts: ExpertsOfRows) -> Tensor:
             rows_RE = _permuted(to_experts.finish(arriving_RE), arrivals.order, arrivals.place)
             made_RE = _permuted(experts(rows_RE, arrivals.counts), arrivals.place, arrivals.order)
@@ -199,7 +199,7 @@ class ExchangedDispatch:
                 made_ME = torch.cat([made_ME, left])
             return combined_rows(made_ME, weights_TK, order_M, place_TK)
 
-        return combine
+        return combine  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def _announced(self, counts_X: Tensor, num_rows: int) -> _Arrivals:

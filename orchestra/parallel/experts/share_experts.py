@@ -71,7 +71,7 @@ class PlacesOverRanks:
     group: dist.ProcessGroup
     traffic: Traffic
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, experts_BN: Tensor, num_experts: int) -> Tensor:
         """Return how many choices of the same expert come before each one in its sequence."""
         part = HeadAndTail(self.group.size(), self.group.rank())

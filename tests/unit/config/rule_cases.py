@@ -154,6 +154,8 @@ rule_expert_balance
     model.moe_balance=none  model.router_aux_loss_coef=0.1 -> has no loss of balance | model.moe_balance=aux
     model.moe_balance=aux  model.router_aux_loss_coef=0.0 -> nothing would balance | model.moe_balance=none
 rule_latent_attention
+    model.kv_lora_rank=8  model.num_key_value_heads=8  parallelism.cp=2  parallelism.cp_method=ulysses
+        -> cp_method=ulysses with model.kv_lora_rank=8 | cp_method=all_gather
     model.q_lora_rank=8 -> q_lora_rank=8 without model.kv_lora_rank | use model.q_lora_rank=null
     model.kv_lora_rank=8 -> kv_lora_rank=8 | use model.num_key_value_heads=8
     model.kv_lora_rank=8  model.num_key_value_heads=8  model.head_dim=16 -> use model.head_dim=null
@@ -162,8 +164,6 @@ rule_head_norms
     model.qk_norm=true  model.family=gpt -> use model.qk_norm=false
 rule_mixture_precision
     precision.name=fp8  model.num_experts=4 -> precision=fp8 with model.num_experts=4 | use precision=bf16
-rule_mixture_layout
-    parallelism.tp=2  model.num_experts=4 -> parallelism.tp=2 with model.num_experts=4 | use parallelism.tp=1
 rule_tensor_parallel
     parallelism.tp=3  cluster.gpus_per_node=3 -> attention_heads=8; use 1, 2, 4 or 8
     parallelism.tp=4  model.intermediate_size=350  cluster.gpus_per_node=4 -> 1, 2, 5
