@@ -359,5 +359,4 @@ ELSEWHERE = {
     # The cluster's own problems: test_site.
     "rule_cluster",
     "not_yet",
-    "rule_mixture_layout",
 }
