@@ -148,9 +148,6 @@ rule_expert_groups
     model.num_experts=8  model.n_group=2  model.topk_group=3 -> topk_group=3 is more than model.n_group=2
     model.num_experts=8  model.n_group=8 -> groups have 1 experts | num_experts_per_tok=2; use a larger one
 rule_expert_balance
-    model.moe_bias_update_rate=0.0 -> moe_bias_update_rate=0.0 | above 0
-    model.moe_capacity_factor=0.0 -> moe_capacity_factor=0.0 | above 0
-    model.router_z_loss_coef=-1.0 -> router_z_loss_coef=-1.0 | 0 or more
     model.moe_balance=none  model.router_aux_loss_coef=0.1 -> has no loss of balance | model.moe_balance=aux
     model.moe_balance=aux  model.router_aux_loss_coef=0.0 -> nothing would balance | model.moe_balance=none
 rule_latent_attention
