@@ -21,6 +21,7 @@ from orchestra.parallel.blocks import (
 )
 from orchestra.parallel.context.cut_sequences import cut_sequences
 from orchestra.parallel.expert_balance import ExpertBalance, set_up_mixtures
+from orchestra.parallel.experts.share_experts import share_experts
 from orchestra.parallel.mesh import Mesh
 from orchestra.parallel.pipeline.own_stages import keep_own_stages
 from orchestra.parallel.pipeline.passes import Pipeline
@@ -64,6 +65,7 @@ def parallelize(model: Transformer, config: Config, mesh: Mesh) -> Parallelized:
     """
     precision = policy(config.precision)
     places = split_tensors(model, config, mesh)
+    places = share_experts(model, places, config, mesh)
     cut_sequences(model, config, mesh)
     shapes = {name: place.shape for name, place in places.items()}
     places = keep_own_stages(model, places, config, mesh)

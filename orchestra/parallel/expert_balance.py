@@ -54,8 +54,10 @@ def set_up_mixtures(model: Transformer, config: Config, mesh: Mesh) -> ExpertBal
         return None
     for mixture in mixtures.values():
         _place_buffers(mixture, mesh.device)
-        if mesh.loss_group is not None and mixture.balance.is_of_batch:
-            mixture.balance.totals = functools.partial(_summed, mesh.loss_group)
+        if mesh.data_group is not None and mixture.balance.is_of_batch:
+            mixture.balance.totals = functools.partial(_summed, mesh.data_group)
+        if mesh.cp_group is not None:
+            mixture.balance.sequence_totals = functools.partial(_summed, mesh.cp_group)
     return ExpertBalance(mixtures, config.model, mesh)
 
 

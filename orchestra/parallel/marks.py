@@ -69,6 +69,10 @@ class Traffic:
         """Count sending each rank its part of `num_bytes`: (N − 1)/N of it."""
         self.bytes_sent["all_to_all"] += num_bytes * (num_ranks - 1) // num_ranks
 
+    def add_exchanged(self, num_bytes: int) -> None:
+        """Count what is sent to other ranks in an exchange of uneven parts."""
+        self.bytes_sent["all_to_all"] += num_bytes
+
     def add_message(self, num_bytes: int) -> None:
         """Count what is sent to one rank."""
         self.bytes_sent["message"] += num_bytes

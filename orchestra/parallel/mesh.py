@@ -68,10 +68,13 @@ class Mesh:
 
     `dp_group`: ranks with other samples and the same part of the model. `tp_group`: ranks that share each
     layer. `cp_group`: ranks with other parts of the same sequences. `pp_group`: the stages of one pipeline.
+    `data_group`: those of dp and cp together.
     `loss_group`: ranks whose losses add up to that of the global batch. Over those of them that have the same
     stage gradients are summed: `shard_group` are those over which ZeRO shards, `replicate_group` those that
-    hold the same shards. `model_group`: ranks that hold one copy of the training state together, each a part
-    of its own or a replica over tp.
+    hold the same shards. `ep_group`: ranks that share out the experts; `expert_shard_group` and
+    `expert_replicate_group` are for the parameters of experts what the two without `expert` are for others.
+    `model_group`: ranks that hold one copy of the training state together, each a part of its own or a
+    replica over tp or ep.
     """
 
     rank: int
@@ -86,6 +89,10 @@ class Mesh:
     replicate_group: dist.ProcessGroup | None = None
     model_group: dist.ProcessGroup | None = None
     pp_group: dist.ProcessGroup | None = None
+    data_group: dist.ProcessGroup | None = None
+    ep_group: dist.ProcessGroup | None = None
+    expert_shard_group: dist.ProcessGroup | None = None
+    expert_replicate_group: dist.ProcessGroup | None = None
     # Bytes that this rank has sent for the training.
     traffic: Traffic = field(default_factory=Traffic)
     # Ranks whose device this is too, this one included; and what carries their collectives on it.
@@ -110,6 +117,16 @@ class Mesh:
         """This rank's place in its shard group, which says what range of everything it owns."""
         return self.layout.shard_index(self.coordinates)
 
+    @property
+    def expert_shard_index(self) -> int:
+        """This rank's place in the shard group of its experts' parameters."""
+        return self.layout.expert_shard_index(self.coordinates)
+
+    @property
+    def ep_index(self) -> int:
+        """Which of the shares of the experts this rank has."""
+        return self.layout.ep_index(self.coordinates)
+
     def rank_on(self, axis: str, coordinate: int) -> int:
         """Return the rank at another place on one axis (dp, tp, pp or cp) and at this one's on all others."""
         return self.layout.rank(replace(self.coordinates, **{axis: coordinate}))
@@ -121,6 +138,8 @@ def make_mesh(rank: int, degrees: Layout, device: torch.device, open_group: Open
     opened: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
 
     def group(*axes: str) -> dist.ProcessGroup | None:
+        # NCCL splits communicators off the world's together: all ranks open equally many, in one order. They
+        # do, since each is in one group of every kind, and all groups of a kind are of one size.
         members = degrees.neighbours(rank, axes)
         if len(members) == 1:
             return None
@@ -128,6 +147,8 @@ def make_mesh(rank: int, degrees: Layout, device: torch.device, open_group: Open
             opened[members] = open_group(members)
         return opened[members]
 
+    is_sharded, has_ep = degrees.shard > 1, degrees.ep > 1
+    of_experts = ("expert_dp", "cp")
     return Mesh(
         rank=rank,
         layout=degrees,
@@ -139,8 +160,13 @@ def make_mesh(rank: int, degrees: Layout, device: torch.device, open_group: Open
         loss_group=group("dp", "cp", "pp"),
         shard_group=group("shard"),
         replicate_group=group("replicate"),
-        model_group=group("shard", "tp", "pp"),
+        # Without ZeRO the ranks of one copy of the experts have a copy of all else each.
+        model_group=group("ep", "tp", "pp") if has_ep and not is_sharded else group("shard", "tp", "pp"),
         pp_group=group("pp"),
+        data_group=group("dp", "cp"),
+        ep_group=group("ep"),
+        expert_shard_group=(group(*of_experts) if is_sharded else None) if has_ep else group("shard"),
+        expert_replicate_group=(None if is_sharded else group(*of_experts)) if has_ep else group("replicate"),
         open_group=open_group,
     )
 

@@ -7,8 +7,9 @@ gradient counts. Nothing is cut or moved here.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,8 @@ from conf.schema import ModelConfig
 from orchestra.model.initial import global_flat_index
 from orchestra.sizes.flops import head_dim
 
+_OF_EXPERTS = re.compile(r"layers\.\d+\.mlp\.experts\.")
+
 
 @dataclass(frozen=True)
 class TensorPlace:
@@ -25,8 +28,8 @@ class TensorPlace:
 
     `shape` is that of the whole parameter and `offsets` where this rank's part begins in it. The parameter
     itself has the shape `padded`; what counts of it is `local`, its first rows and columns: the rest is
-    padding (rows beyond the vocabulary), stays zero and is in no checkpoint. `padded` is the same on all
-    ranks of the tensor-parallel group.
+    padding (rows beyond the vocabulary, experts that another rank has one more of), stays zero and is in no
+    checkpoint. `padded` is the same on all ranks of the groups that share out the parameter.
     """
 
     shape: tuple[int, ...]
@@ -42,6 +45,25 @@ class TensorPlace:
 def whole_place(shape: tuple[int, ...]) -> TensorPlace:
     """Return the place of a parameter that this rank has as a whole."""
     return TensorPlace(shape, (0,) * len(shape), shape, shape)
+
+
+def cut_place(place: TensorPlace, cut: Cut) -> TensorPlace:
+    """Return the place of a part of what lies at `place`, which has all of the dim that is cut."""
+
+    def with_cut(sizes: tuple[int, ...], size: int) -> tuple[int, ...]:
+        return (*sizes[: cut.dim], size, *sizes[cut.dim + 1 :])
+
+    return replace(
+        place,
+        offsets=with_cut(place.offsets, cut.begin),
+        local=with_cut(place.local, cut.size),
+        padded=with_cut(place.padded, cut.padded),
+    )
+
+
+def is_of_experts(name: str) -> bool:
+    """Whether a parameter is one of all experts of a layer, stacked."""
+    return _OF_EXPERTS.match(name) is not None
 
 
 @dataclass(frozen=True)
@@ -140,18 +162,39 @@ def cut_of(name: str, model: ModelConfig, tp: int, rank: int) -> Cut | None:
     layer = module.rpartition(".")[2]
     if layer in ("embed_tokens", "lm_head"):
         return even_cut(0, model.vocab_size, tp, rank)
-    if layer == "q_proj":
-        return _of_heads(0, model.num_attention_heads, head_dim(model), tp, rank)
+    if is_of_experts(name):
+        width = model.moe_intermediate_size or model.intermediate_size
+        return even_cut(2 if kind == "down_proj" else 1, width, tp, rank)
+    if layer in ("q_proj", "q_b_proj"):
+        return _of_heads(0, model.num_attention_heads, query_width(model), tp, rank)
+    if layer == "kv_b_proj":
+        width = model.qk_nope_head_dim + model.v_head_dim
+        return _of_heads(0, model.num_attention_heads, width, tp, rank)
     if layer in ("k_proj", "v_proj"):
         sharing = num_sharing_kv(model, tp)
         return _of_heads(0, model.num_key_value_heads, head_dim(model), tp // sharing, rank // sharing)
-    if layer in ("gate_proj", "up_proj"):
-        return even_cut(0, model.intermediate_size, tp, rank)
     if kind == "weight" and layer == "o_proj":
-        return _of_heads(1, model.num_attention_heads, head_dim(model), tp, rank)
+        is_latent = model.kv_lora_rank is not None
+        width = model.v_head_dim if is_latent else head_dim(model)
+        return _of_heads(1, model.num_attention_heads, width, tp, rank)
+    return _of_inner_width(module, layer, kind, model, tp, rank)
+
+
+def _of_inner_width(module: str, layer: str, kind: str, model: ModelConfig, tp: int, rank: int) -> Cut | None:
+    is_shared = module.rpartition(".")[0].endswith(".shared_experts")
+    width = model.shared_expert_intermediate_size if is_shared else model.intermediate_size
+    if layer in ("gate_proj", "up_proj"):
+        return even_cut(0, width, tp, rank)
     if kind == "weight" and layer == "down_proj":
-        return even_cut(1, model.intermediate_size, tp, rank)
+        return even_cut(1, width, tp, rank)
     return None
+
+
+def query_width(model: ModelConfig) -> int:
+    """Return the numbers of one head's query."""
+    if model.kv_lora_rank is None:
+        return head_dim(model)
+    return model.qk_nope_head_dim + model.qk_rope_head_dim
 
 
 def _of_heads(dim: int, num_heads: int, width: int, num_parts: int, part: int) -> Cut:

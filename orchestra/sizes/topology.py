@@ -3,8 +3,8 @@
 Ranks are numbered with `tp` fastest, then `cp`, then `dp`, and `pp` slowest (Megatron's `tp-cp-dp-pp`).
 torchrun numbers the ranks of a node consecutively, so the axis that talks most, several times per layer,
 stays inside a node; `cp` talks once per layer, `dp` once per step after the backward pass, and `pp`
-sends one activation per micro-batch, which the slowest link carries. Expert parallelism (`ep`) divides `dp`
-and has no coordinate here.
+sends one activation per micro-batch, which the slowest link carries. Expert parallelism (`ep`) divides `dp`:
+neighbours on that axis share out the experts, and a rank has the same ones as every `ep`-th of them.
 
 Ranks of `cp` have parts of the same sequences and the same parameters, so gradients are summed over `dp` ×
 `cp`. That product is `replicate` × `shard` too: ZeRO shards over neighbours, those of `cp` first, which with
@@ -68,9 +68,27 @@ class Layout:
         """Number of replicas of each shard over data and context parallelism."""
         return self.dp * self.cp // self.shard
 
+    @property
+    def expert_shard(self) -> int:
+        """Number of ranks over which ZeRO shards the parameters of experts: those that have the same ones."""
+        if self.ep == 1 or self.shard == 1:
+            return self.shard
+        # A rule refuses hybrid sharding beside `ep`.
+        return self.dp // self.ep * self.cp
+
     def shard_index(self, place: Coordinates) -> int:
         """Return which of the shards the rank at `place` owns."""
         return (place.dp * self.cp + place.cp) % self.shard
+
+    def expert_shard_index(self, place: Coordinates) -> int:
+        """Return which of the shards of its experts' parameters the rank at `place` owns."""
+        if self.ep == 1:
+            return self.shard_index(place)
+        return (place.dp // self.ep * self.cp + place.cp) % self.expert_shard
+
+    def ep_index(self, place: Coordinates) -> int:
+        """Return which of the shares of the experts the rank at `place` has."""
+        return place.dp % self.ep
 
     def coordinates(self, rank: int) -> Coordinates:
         """Return the place of `rank`; IndexError outside 0 … world size − 1."""
@@ -91,20 +109,25 @@ class Layout:
     def neighbours(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
         """Return the ranks, in order, whose places differ from that of `rank` on no other axes than these.
 
-        Axes: tp, pp, and either dp and cp, or the two of which these consist together: replicate and shard.
+        Axes: tp, pp, and either dp and cp, or the two of which these consist together: replicate and shard;
+        or cp and the two of which dp consists: ep, and expert_dp of the ranks that have the same experts.
         """
-        by_shards = not {"replicate", "shard"}.isdisjoint(axes)
-        here = self._split(rank, by_shards=by_shards)
+        here = self._split(rank, axes)
         fixed = [(axis, index) for axis, index in here.items() if axis not in axes]
-        places = ((other, self._split(other, by_shards=by_shards)) for other in range(self.world_size))
+        places = ((other, self._split(other, axes)) for other in range(self.world_size))
         return tuple(other for other, place in places if all(place[axis] == at for axis, at in fixed))
 
-    def _split(self, rank: int, *, by_shards: bool) -> dict[str, int]:
+    def _split(self, rank: int, axes: Sequence[str]) -> dict[str, int]:
+        """Return a rank's coordinates on all axes of the kind that `axes` are of."""
         place = self.coordinates(rank)
-        if not by_shards:
-            return {"dp": place.dp, "cp": place.cp, "tp": place.tp, "pp": place.pp}
-        replicate = (place.dp * self.cp + place.cp) // self.shard
-        return {"replicate": replicate, "shard": self.shard_index(place), "tp": place.tp, "pp": place.pp}
+        model = {"tp": place.tp, "pp": place.pp}
+        if not {"replicate", "shard"}.isdisjoint(axes):
+            replicate = (place.dp * self.cp + place.cp) // self.shard
+            return {"replicate": replicate, "shard": self.shard_index(place), **model}
+        if not {"ep", "expert_dp"}.isdisjoint(axes):
+            of_experts = {"expert_dp": place.dp // self.ep, "ep": self.ep_index(place)}
+            return {**of_experts, "cp": place.cp, **model}
+        return {"dp": place.dp, "cp": place.cp, **model}
 
 
 def layout(parallelism: ParallelismConfig, world_size: int) -> Layout:

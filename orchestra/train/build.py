@@ -169,7 +169,7 @@ def _plugged(config: Config, parallelized: Parallelized, mesh: Mesh) -> PluggedO
         parallelized.trained,
         config.optim,
         called,
-        is_whole=mesh.tp_group is None and mesh.shard_group is None,
+        is_whole=mesh.tp_group is None and mesh.shard_group is None and mesh.ep_group is None,
         fake_bytes=config.optim.state_bytes_per_parameter or 8.0,
     )
     if is_fake(parallelized.trained[0].master):
@@ -178,7 +178,8 @@ def _plugged(config: Config, parallelized: Parallelized, mesh: Mesh) -> PluggedO
     def gather(names: set[str]) -> Gather:
         if mesh.shard_group is None:
             return gather_nothing
-        return WholeMatrices(parallelized.units, frozenset(names), mesh.shard_group, mesh.traffic)
+        groups = mesh.shard_group, mesh.expert_shard_group
+        return WholeMatrices(parallelized.units, frozenset(names), *groups, mesh.traffic)
 
     optimizer.prepare(gather, functools.partial(_of_all_ranks, mesh))
     return optimizer

@@ -99,11 +99,6 @@ def _one_of(world_size: int, rank: int, config: Config) -> Iterator[Mesh]:
     Its process group has no other members: its collectives end at once and move nothing.
     """
     degrees = layout(config.parallelism, world_size)
-    if degrees.ep > 1:
-        raise ConfigError(
-            f"parallelism.ep={degrees.ep}: the trainer has no expert parallelism yet, so there is nothing to "
-            "count; use ep=1"
-        )
     if world_size > 1:
         allow_fake_groups()
         store = importlib.import_module(_FAKE_GROUP).FakeStore()
@@ -140,7 +135,7 @@ def held_bytes(training: Training) -> HeldBytes:
         parameters=bytes_of(owned if units.is_split else wholes) + training.parallelized.stage.rounded_bytes,
         gradients=training.parallelized.stage.gradients.num_bytes,
         optimizer=bytes_of([*masters, *moments] if state_file is None else state_file.buffers),
-        gathered_units=bytes_of(wholes) if units.is_split else 0,
+        gathered_units=bytes_of(unit.whole for unit in units.units if unit.is_split),
         masters=bytes_of(masters) if state_file is None else 0,
         on_disk=0 if state_file is None else bytes_of(moments),
     )

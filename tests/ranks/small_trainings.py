@@ -29,10 +29,12 @@ from conf.schema import (
     TrainConfig,
 )
 from orchestra.parallel.mesh import Mesh, make_mesh
+from orchestra.parallel.places import parts_of
 from orchestra.precision.policies import ScaleState
+from orchestra.run.heartbeat import Phase
 from orchestra.sizes.topology import Layout, layout
 from orchestra.train.build import Training, build_model_and_optimizer, build_step, build_training
-from orchestra.train.hooks import StepHooks
+from orchestra.train.hooks import StepHook, StepHooks
 from orchestra.train.metrics import Totals
 from orchestra.train.state import Position, TensorState, digest, position_from_json, position_to_json
 
@@ -136,6 +138,27 @@ def trained(rank: int, world: int, config: Config, steps: int = 20) -> Trained:
     training.parallelized.stage.settle()
     training.parallelized.stage.close()
     return Trained(rows, shards)
+
+
+class GradientsOfStep(StepHook):
+    """Keeps a rank's gradients of a step, before anything is updated."""
+
+    def __init__(self) -> None:
+        self.training: Training | None = None
+        self.shards: list[Shard] = []
+
+    def enter(self, phase: Phase, step: int, micro_batch: int, turn: int) -> None:  # noqa: ARG002
+        if phase is not Phase.update or self.training is None:
+            return
+        parallel = self.training.parallelized
+        for number, unit in enumerate(parallel.units.units):
+            parts = unit.owned_views(parallel.stage.gradients.owned(number))
+            for item, part in zip(unit.trained, parts, strict=True):
+                place = parallel.places[item.name]
+                self.shards += [
+                    Shard(item.name, place.shape, box.offsets, box.tensor.clone())
+                    for box in parts_of(part.reshape(-1), place, item.start)
+                ]
 
 
 def bytes_sent(rank: int, world: int, config: Config) -> dict[str, int]:

@@ -17,6 +17,7 @@ from pool import Ranks
 from small_trainings import (
     ODD,
     SEQUENCE,
+    GradientsOfStep,
     Trained,
     alone,
     assert_equal_trainings,
@@ -32,16 +33,13 @@ from small_trainings import (
 )
 from torch import Tensor
 
-from checkpointing.shards import Shard
 from conf.schema import Config, ModelConfig, PipelineSchedule, Recompute
-from orchestra.parallel.places import parts_of
-from orchestra.run.heartbeat import Phase
 from orchestra.sizes.pipeline_check import check
 from orchestra.sizes.pipeline_schedule import pipeline_shape, schedule
 from orchestra.sizes.topology import layout
-from orchestra.train.build import Training, build_training
+from orchestra.train.build import build_training
 from orchestra.train.dry_build import exact_bytes
-from orchestra.train.hooks import StepHook, StepHooks
+from orchestra.train.hooks import StepHooks
 
 IS_WHOLE = os.environ.get("ORCHESTRA_EQUIVALENCE") == "all"
 STEPS = 20 if IS_WHOLE else 6
@@ -168,30 +166,9 @@ def test_every_pipeline_is_the_same_training(ranks: Ranks, num_ranks: int, confi
         assert_equal_trainings(found, reference(config.model), name_of(config))
 
 
-class _Gradients(StepHook):
-    """Keeps a rank's gradients of the first step, before anything is updated."""
-
-    def __init__(self) -> None:
-        self.training: Training | None = None
-        self.shards: list[Shard] = []
-
-    def enter(self, phase: Phase, step: int, micro_batch: int, turn: int) -> None:  # noqa: ARG002
-        if phase is not Phase.update or self.training is None:
-            return
-        parallel = self.training.parallelized
-        for number, unit in enumerate(parallel.units.units):
-            parts = unit.owned_views(parallel.stage.gradients.owned(number))
-            for item, part in zip(unit.trained, parts, strict=True):
-                place = parallel.places[item.name]
-                self.shards += [
-                    Shard(item.name, place.shape, box.offsets, box.tensor.clone())
-                    for box in parts_of(part.reshape(-1), place, item.start)
-                ]
-
-
 def gradients(rank: int, world: int, config: Config) -> Trained:
     """Take one step; return the row with the gradients that this rank owns."""
-    hook = _Gradients()
+    hook = GradientsOfStep()
     mesh = mesh_of(rank, layout(config.parallelism, world))
     hook.training = training = build_training(config, mesh, StepHooks((hook,)))
     rows = take_steps(config, training, mesh, [1])

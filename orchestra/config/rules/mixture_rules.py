@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from conf.schema import Config, Family, MoeBalance, Offload, PrecisionName
+from conf.schema import Config, ContextMethod, Family, MoeBalance, Offload, PrecisionName
 from orchestra.config.keys import shown
 from orchestra.config.machine import Situation
 from orchestra.sizes.topology import divisors, listed
@@ -34,10 +34,10 @@ def rule_experts(config: Config, _: Situation) -> Iterator[str]:
             f"model.num_experts_per_tok={model.num_experts_per_tok} is more than "
             f"model.num_experts={num_experts}; use at most {num_experts}"
         )
-    if ep >= 1 and num_experts % ep:
+    if ep > num_experts:
         yield (
-            f"parallelism.ep={ep} does not divide model.num_experts={num_experts}; use "
-            f"{listed(divisors(num_experts))}"
+            f"parallelism.ep={ep} is more than model.num_experts={num_experts}, and some ranks would have no "
+            f"expert; use at most {num_experts}"
         )
     if model.first_k_dense_replace >= model.num_hidden_layers > 0:
         yield (
@@ -116,6 +116,11 @@ def rule_latent_attention(config: Config, _: Situation) -> Iterator[str]:
         )
     if model.block is not None:
         yield f"{found} with model.block={model.block}: layers of a plug-in bring their own attention"
+    if config.parallelism.cp > 1 and config.parallelism.cp_method is not ContextMethod.all_gather:
+        yield (
+            f"parallelism.cp_method={config.parallelism.cp_method.name} with {found}: what keys are made "
+            "of is small and is gathered; use parallelism.cp_method=all_gather"
+        )
 
 
 def rule_head_norms(config: Config, _: Situation) -> Iterator[str]:
@@ -134,23 +139,3 @@ def rule_mixture_precision(config: Config, _: Situation) -> Iterator[str]:
     }
     for found in (key for key, is_there in without.items() if is_there):
         yield f"precision=fp8 with {found}, whose products are not taken in fp8 yet; use precision=bf16"
-
-
-def rule_mixture_layout(config: Config, situation: Situation) -> Iterator[str]:
-    """The planner knows what is not built yet; who builds it deletes its row."""
-    model, parallelism = config.model, config.parallelism
-    if situation.verb == "plan":
-        return
-    kinds = {
-        f"model.num_experts={model.num_experts}": model.num_experts > 0,
-        f"model.kv_lora_rank={model.kv_lora_rank}": model.kv_lora_rank is not None,
-        "model.qk_norm=true": model.qk_norm,
-    }
-    axes = {"tp": parallelism.tp, "cp": parallelism.cp, "pp": parallelism.pp}
-    for found in (key for key, is_there in kinds.items() if is_there):
-        for axis, degree in axes.items():
-            if degree > 1:
-                yield (
-                    f"parallelism.{axis}={degree} with {found}: orchestra's trainer does not have this yet; "
-                    f"use parallelism.{axis}=1"
-                )

@@ -104,6 +104,11 @@ def rule_replay(config: Config, _: Situation) -> Iterator[str]:
             f"recovery.replay_every_steps={every}: with parallelism.zero=3 no rank holds the parameters to "
             "compute another one's step; use parallelism.zero=2 or less, or null"
         )
+    if config.parallelism.ep > 1:
+        yield (
+            f"recovery.replay_every_steps={every}: with parallelism.ep={config.parallelism.ep} experts "
+            "compute on tokens of several ranks, and have no gradient of one micro-batch; use ep=1, or null"
+        )
     if config.recovery.max_restarts == 0:
         yield (
             f"recovery.replay_every_steps={every} starts the ranks again once one differs, and "

@@ -205,6 +205,11 @@ def rule_sharding(config: Config, _: Situation) -> Iterator[str]:
         return
     if parallelism.zero == 0:
         yield f"parallelism.shard_degree={degree} needs parallelism.zero=1, 2 or 3; set it, or use null"
+    if parallelism.ep > 1 and dp is not None and degree != dp * cp:
+        yield (
+            f"parallelism.shard_degree={degree} with parallelism.ep={parallelism.ep}: ZeRO shards "
+            "experts over all ranks with the same ones, all else over data and context parallelism; use null"
+        )
     if dp is not None and dp * cp % degree:
         product = f"dp={dp}" if cp == 1 else f"dp·cp = {dp}·{cp}"
         yield f"parallelism.shard_degree={degree} does not divide {product}; use {listed(divisors(dp * cp))}"

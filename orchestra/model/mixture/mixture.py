@@ -21,6 +21,9 @@ from orchestra.model.mixture.router import Router
 
 # What experts make of rows sorted by expert, and of how many each has.
 ExpertsOfRows = Callable[[Tensor, Tensor], Tensor]
+# Given the weights [T, K] of choices and the experts, returns [T, E]: each token's sum of what its experts
+# made of it, by their weights.
+Combine = Callable[[Tensor, ExpertsOfRows], Tensor]
 # What a layer over ranks does to the input before it, and to the output after it.
 Passage = Callable[[Tensor], Tensor]
 # Returns, for choices [B, S·K] in the order of tokens, the place of each among its sequence's choices of the
@@ -31,12 +34,8 @@ Places = Callable[[Tensor, int], Tensor]
 class Dispatch(Protocol):
     """Brings tokens to experts and back."""
 
-    def __call__(
-        self, x_TE: Tensor, experts_TK: Tensor, weights_TK: Tensor, experts: ExpertsOfRows
-    ) -> Tensor:
-        """Return [T, E], each token's sum of what its experts made of it, by their weights. A choice of the
-        number X is one that no expert takes.
-        """
+    def __call__(self, x_TE: Tensor, experts_TK: Tensor) -> Combine:
+        """Start to bring tokens to their experts. A choice of the number X is one that no expert takes."""
 
 
 class LocalDispatch:
@@ -45,19 +44,21 @@ class LocalDispatch:
     def __init__(self, num_experts: int, *, has_capacity: bool) -> None:
         self.num_experts, self.has_capacity = num_experts, has_capacity
 
-    def __call__(
-        self, x_TE: Tensor, experts_TK: Tensor, weights_TK: Tensor, experts: ExpertsOfRows
-    ) -> Tensor:
+    def __call__(self, x_TE: Tensor, experts_TK: Tensor) -> Combine:
         expert_M, order_M = experts_TK.flatten().sort(stable=True)
         place_TK = inverse(order_M).view(experts_TK.shape)
         counts_X = counts_of(expert_M[None], self.num_experts)[0]
         rows_ME = gathered_rows(x_TE, order_M, place_TK)
-        if not self.has_capacity:
-            return combined_rows(experts(rows_ME, counts_X), weights_TK, order_M, place_TK)
-        # What no expert computes must not be summed, forward or backward: it may be no number.
-        is_left_M1 = (expert_M == self.num_experts)[:, None]
-        rows_ME = experts(rows_ME.masked_fill(is_left_M1, 0.0), counts_X).masked_fill(is_left_M1, 0.0)
-        return combined_rows(rows_ME, weights_TK, order_M, place_TK)
+
+        def combine(weights_TK: Tensor, experts: ExpertsOfRows) -> Tensor:
+            if not self.has_capacity:
+                return combined_rows(experts(rows_ME, counts_X), weights_TK, order_M, place_TK)
+            # What no expert computes must not be summed, forward or backward: it may be no number.
+            is_left_M1 = (expert_M == self.num_experts)[:, None]
+            made_ME = experts(rows_ME.masked_fill(is_left_M1, 0.0), counts_X).masked_fill(is_left_M1, 0.0)
+            return combined_rows(made_ME, weights_TK, order_M, place_TK)
+
+        return combine
 
 
 def inverse(order_M: Tensor) -> Tensor:
@@ -163,9 +164,12 @@ class Mixture(nn.Module):
         if self.capacity_factor is not None:
             experts_TK, dropped = self._within_capacity(experts_TK, own_BSE.shape[0])
         weights_TK = self.balance(routing, own_BSE.shape[0], dropped)
-        out = self.dispatch(own_BSE.flatten(0, 1), experts_TK, weights_TK, self.experts).view_as(own_BSE)
+        combine = self.dispatch(own_BSE.flatten(0, 1), experts_TK)
+        # While tokens are on their way.
+        shared = None if self.shared_experts is None else self.shared_experts(x_BSE)
+        out = combine(weights_TK, self.experts).view_as(own_BSE)
         out = out if self.leaving is None else self.leaving(out)
-        return out if self.shared_experts is None else out + self.shared_experts(x_BSE)
+        return out if shared is None else out + shared
 
     def _within_capacity(self, experts_TK: Tensor, num_sequences: int) -> tuple[Tensor, Tensor]:
         """Return the choices, those that no expert takes as the number X, and how many these are."""

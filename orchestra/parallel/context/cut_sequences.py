@@ -8,10 +8,12 @@ from __future__ import annotations
 import dataclasses
 
 from conf.schema import Config, ContextMethod, Recompute
+from orchestra.model.latent_attention import LatentAttention
 from orchestra.model.layers import Attention
 from orchestra.model.transformer import Transformer
 from orchestra.parallel.context.exchanged_heads import ExchangedHeads
 from orchestra.parallel.context.gathered_attention import GatheredAttention
+from orchestra.parallel.context.gathered_latents import GatheredLatents, OwnQueriesAttention
 from orchestra.parallel.context.sequence_parts import HeadAndTail, PositionsOfPart
 from orchestra.parallel.mesh import Mesh
 from orchestra.parallel.tensor.tensor_collectives import tensor_group
@@ -36,6 +38,10 @@ def cut_sequences(model: Transformer, config: Config, mesh: Mesh) -> None:
     kinds = kinds_of_layers(config, mesh.layout.dp, is_gpu=mesh.is_gpu)
     for layer, kind in zip(model.layers, kinds, strict=True):
         attention = layer.self_attn
+        if isinstance(attention, LatentAttention):
+            attention.whole_keys = GatheredLatents(group)
+            attention.attend = OwnQueriesAttention(part)
+            continue
         assert isinstance(attention, Attention)
         # What a recomputed block keeps is gone before the next block's backward pass.
         attend = gathered if kind is Recompute.none else keeping

@@ -12,6 +12,7 @@ Shape letters: B batch, S sequence, E hidden size, T tokens (B·S).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,11 +24,13 @@ from torch import Tensor, nn
 
 from conf.schema import Config, ModelConfig
 from orchestra.model.kernels import product, weights_tickets_biases
+from orchestra.model.latent_attention import LatentAttention
 from orchestra.model.layers import Attention, GeluMLP, Products, SwiGLU, products_of
+from orchestra.model.mixture.mixture import Mixture
 from orchestra.model.transformer import Transformer
 from orchestra.model.weight_gradients import give_products, tickets_of
 from orchestra.parallel.mesh import Mesh, OpenGroup
-from orchestra.parallel.places import Cut, TensorPlace, cut_of, num_sharing_kv, whole_place
+from orchestra.parallel.places import Cut, TensorPlace, cut_of, cut_place, num_sharing_kv, whole_place
 from orchestra.parallel.tensor.tensor_collectives import (
     PendingGather,
     PendingScatter,
@@ -71,26 +74,25 @@ def _cut_parameters(
         cut = cut_of(name, model.config, group.size, group.rank)
         if cut is None:
             # Every rank has it and computes the same with it, or the same on its own tokens.
-            sum_group = tp_group if group.is_sequence_parallel else None
+            is_partial = group.is_sequence_parallel or name.split(".")[-2] in _USED_FOR_PARTS
+            sum_group = tp_group if is_partial else None
             places[name] = replace(whole, sum_group=sum_group, is_counted=group.rank == 0)
             continue
         is_shared = name.split(".")[-2] in ("k_proj", "v_proj")
         places[name] = _place(whole, cut, sharing if is_shared else None)
-        _replace_parameter(model, name, places[name].padded)
+        replace_parameter(model, name, places[name].padded)
     model.tie_weights()
     return places
 
 
-def _place(whole: TensorPlace, cut: Cut, sum_group: dist.ProcessGroup | None) -> TensorPlace:
-    def with_cut(sizes: tuple[int, ...], size: int) -> tuple[int, ...]:
-        return (*sizes[: cut.dim], size, *sizes[cut.dim + 1 :])
+# Modules that every rank has and uses for its own heads, or its own part of the experts' inner width, alone.
+_USED_FOR_PARTS = ("gate", "q_norm", "k_norm", "q_a_layernorm", "kv_a_layernorm")
 
-    return TensorPlace(
-        whole.shape,
-        with_cut(whole.offsets, cut.begin),
-        with_cut(whole.shape, cut.size),
-        with_cut(whole.shape, cut.padded),
-        sum_group,
+
+def _place(whole: TensorPlace, cut: Cut, sum_group: dist.ProcessGroup | None) -> TensorPlace:
+    return replace(
+        cut_place(whole, cut),
+        sum_group=sum_group,
         is_counted=sum_group is None or sum_group.rank() == 0,
     )
 
@@ -110,7 +112,8 @@ def _sharing_group(
     return open_group(ranks)
 
 
-def _replace_parameter(model: nn.Module, name: str, shape: tuple[int, ...]) -> None:
+def replace_parameter(model: nn.Module, name: str, shape: tuple[int, ...]) -> None:
+    """Give a parameter another shape, on the meta device."""
     owner, _, kind = name.rpartition(".")
     module = model.get_submodule(owner)
     old = getattr(module, kind)
@@ -124,9 +127,19 @@ def _replace_modules(model: Transformer, group: TensorGroup) -> None:
         if isinstance(module, Attention):
             module.products = RowsProducts(group)
             module.o_proj = ColumnsProduct(module.o_proj, group)  # type: ignore[assignment]
+        elif isinstance(module, LatentAttention):
+            # Latents are few: each rank has all of them, and of their products its own heads.
+            module.products = RowsProducts(group)
+            module.entering = functools.partial(entering, group=group)
+            module.o_proj = ColumnsProduct(module.o_proj, group)  # type: ignore[assignment]
         elif isinstance(module, SwiGLU | GeluMLP):
             module.products = RowsProducts(group)
             module.down_proj = ColumnsProduct(module.down_proj, group)  # type: ignore[assignment]
+        elif isinstance(module, Mixture):
+            # Each rank routes all tokens, through its part of every expert's inner width.
+            module.entering = functools.partial(entering, group=group)
+            module.leaving = functools.partial(leaving, group=group)
+            module.balance.num_alike = group.size
     model.embed_tokens = CutEmbedding(model.embed_tokens, words, group)  # type: ignore[assignment]
     if model.embed_positions is not None and group.is_sequence_parallel:
         model.embed_positions = CutPositions(model.embed_positions, group)  # type: ignore[assignment]

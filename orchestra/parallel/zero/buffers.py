@@ -20,7 +20,7 @@ from orchestra.model.initial import is_fake
 from orchestra.model.transformer import ModelPart, Transformer, fill_initial_part_
 from orchestra.optim.adamw import Trained
 from orchestra.parallel.mesh import Mesh
-from orchestra.parallel.places import TensorPlace, parts_of
+from orchestra.parallel.places import TensorPlace, is_of_experts, parts_of
 from orchestra.parallel.zero.state_file import StateFile, StateLayout, UnitState
 from orchestra.precision.policies import PrecisionPolicy
 from orchestra.run.paths import offload_folder
@@ -32,6 +32,9 @@ from orchestra.sizes.pipeline_schedule import splits_backward
 # cut into as many equal ranges as there are ranks to share it. Each parameter and each range begins at a
 # multiple of the alignment, so that no kernel meets memory that it has to treat in another way; the gaps hold
 # zeros that nobody trains.
+#
+# Parameters of experts have units of their own, which other ranks share than all others': those with the same
+# experts.
 
 # Elements: 64 bytes of a 16-bit type, a line of the cache and more than any vector load.
 ALIGNMENT = 32
@@ -105,6 +108,11 @@ def in_blocks(sizes: Sequence[tuple[str, int]]) -> list[list[tuple[str, int]]]:
     return [list(entries) for _, entries in groupby(sizes, key=lambda entry: _block(entry[0]))]
 
 
+def block_of(layout: UnitLayout) -> str:
+    """Return the number of the layer that a unit by blocks is of; empty for what is no layer's."""
+    return _block(layout.members[0].name)
+
+
 def _block(name: str) -> str:
     match = _BLOCK_NAME.search(name)
     return match.group(1) if match else ""
@@ -115,16 +123,21 @@ def slots(units: Sequence[UnitLayout], *, share_ends: bool) -> list[int]:
 
     Layers take turns in two buffers, so that one can be filled while the other computes. What stands before
     the layers and what comes after them share a third, unless one needs the other's parameters (tied).
+    Experts of layers take turns in two more.
     """
     numbers = []
-    layers_before = 0
+    layers_before = {False: 0, True: 0}
     for number, unit in enumerate(units):
-        if _block(unit.members[0].name):
-            numbers.append(layers_before % 2)
-            layers_before += 1
+        if block_of(unit):
+            is_expert = is_of_experts(unit.members[0].name)
+            numbers.append(layers_before[is_expert] % 2 + (_SLOTS_OF_EXPERTS if is_expert else 0))
+            layers_before[is_expert] += 1
         else:
             numbers.append(2 if share_ends or number == 0 else 3)
     return numbers
+
+
+_SLOTS_OF_EXPERTS = 4
 
 
 def _rounded_up(number: int, unit: int) -> int:
@@ -141,11 +154,11 @@ class Unit:
     """One unit's parameters on this rank.
 
     `whole` is the flat buffer that the parameters are views of; with ZeRO-3 other units use it too, in turn.
-    `owned` is this rank's range: a part of `whole`, or with ZeRO-3 memory of its own. `masters` is the same
-    range in the masters' data type: `owned` itself where that is the parameters' own. `outgoing` is where
-    updated parameters leave the masters' device from: `owned` itself unless that is another one. `trained`
-    are the members in their order, and `index` says which range it is. `part`: the part of the model whose
-    micro-batches its gradients come with, or OF_STEP.
+    `owned` is this rank's range: a part of `whole`, or where that is filled by gathers (`is_split`) memory of
+    its own. `masters` is the same range in the masters' data type: `owned` itself where that is the
+    parameters' own. `outgoing` is where updated parameters leave the masters' device from: `owned` itself
+    unless that is another one. `trained` are the members in their order, and `index` says which range it is.
+    `part`: the part of the model whose micro-batches its gradients come with, or OF_STEP.
     """
 
     layout: UnitLayout
@@ -156,6 +169,12 @@ class Unit:
     trained: tuple[Trained, ...]
     index: int
     part: int = 0
+    is_split: bool = False
+
+    @property
+    def is_of_experts(self) -> bool:
+        """Whether the ranks with the same experts share it, and not all of data and context parallelism."""
+        return is_of_experts(self.layout.members[0].name)
 
     def whole_views(self, flat: Tensor) -> list[Tensor]:
         """Return each member's part of a flat buffer of the whole unit, in the parameter's shape."""
@@ -188,7 +207,7 @@ def send(unit: Unit) -> None:
 class Units:
     """All units of a rank, in the order in which the backward pass finishes them.
 
-    `trained` are all parameters in the model's order. `is_split`: no rank keeps whole parameters (ZeRO-3).
+    `trained` are all parameters in the model's order. `is_split`: parameters are gathered (ZeRO-3).
     `state_file` holds masters and moments that lie on disk: those of `units` and `trained` are its mapping.
     """
 
@@ -225,13 +244,20 @@ def place_units(
     min_elements = None if is_split else math.ceil(bucket_bytes / precision.gradient.itemsize)
     alone = own_unit(model, config)
     parts, grouped = zip(*_grouped(model, sizes, min_elements, alone), strict=True)
-    layouts = [lay_out(group, mesh.layout.shard) for group in grouped]
+    layouts = [
+        lay_out(group, mesh.layout.expert_shard if is_of_experts(group[0][0]) else mesh.layout.shard)
+        for group in grouped
+    ]
     # The output's parameters are used again after other parts were, in the backward pass.
     share_ends = not (model.config.tie_word_embeddings or len(model.parts) > 1)
     numbers = slots(layouts, share_ends=share_ends)
     if OF_STEP in parts:
         numbers[parts.index(OF_STEP)] = max(numbers) + 1
-    wholes = _buffers(layouts, numbers if is_split else range(len(layouts)), precision, mesh)
+    # Experts that one rank alone has are whole there with every stage.
+    splits = [is_split and layout.num_ranges > 1 for layout in layouts]
+    own = range(max(numbers) + 1, max(numbers) + 1 + len(layouts))
+    numbers = [shared if splits[at] else own[at] for at, shared in enumerate(numbers)]
+    wholes = _buffers(layouts, numbers, precision, mesh)
     parameters = _replaced(model, places, layouts, wholes)
     state_file = None
     if config.parallelism.offload is Offload.optimizer_disk:
@@ -240,9 +266,10 @@ def place_units(
     for number, (layout, whole) in enumerate(zip(layouts, wholes, strict=True)):
         offload = config.parallelism.offload
         state = None if state_file is None else state_file.mapped(number)
-        unit = _unit(layout, whole, parameters, precision, mesh.shard_index, is_split, offload, state)
-        units.append(replace(unit, part=parts[number]))
-        _fill(units[-1], places, model, config.train.seed, is_split)
+        index = mesh.expert_shard_index if is_of_experts(layout.members[0].name) else mesh.shard_index
+        unit = _unit(layout, whole, parameters, precision, index, splits[number], offload, state)
+        units.append(replace(unit, part=parts[number], is_split=splits[number]))
+        _fill(units[-1], places, model, config.train.seed)
     by_name = {item.name: item for unit in units for item in unit.trained}
     return Units(units, [by_name[name] for name, _ in sizes], is_split, state_file)
 
@@ -272,11 +299,21 @@ def _grouped(
     if lonely and not model.has_embedding:
         yield OF_STEP, lonely
     for number, part in reversed(list(enumerate(model.parts))):
-        own = [entry for entry in others if _is_in(entry[0], part)]
-        for group in in_blocks(own)[::-1] if min_elements is None else in_buckets(own, min_elements):
+        for group in _in_order([entry for entry in others if _is_in(entry[0], part)], min_elements):
             yield number, group
     if lonely and model.has_embedding:
         yield OF_STEP, lonely
+
+
+def _in_order(sizes: Sequence[tuple[str, int]], min_elements: int | None) -> list[list[tuple[str, int]]]:
+    """Group the parameters of one part, those of experts apart, in the order in which the backward pass
+    finishes the groups.
+    """
+    groups: list[list[tuple[str, int]]] = []
+    for is_kind in (True, False):
+        own = [entry for entry in sizes if is_of_experts(entry[0]) is is_kind]
+        groups += in_blocks(own) if min_elements is None else in_buckets(own, min_elements)
+    return sorted(groups, key=lambda group: -min(map(sizes.index, group)))
 
 
 def _is_in(name: str, part: ModelPart) -> bool:
@@ -410,9 +447,7 @@ def _owned_parts(flat: Tensor, layout: UnitLayout, index: int) -> list[Tensor]:
 
 
 @torch.no_grad()
-def _fill(
-    unit: Unit, places: Mapping[str, TensorPlace], model: Transformer, seed: int, is_split: bool
-) -> None:
+def _fill(unit: Unit, places: Mapping[str, TensorPlace], model: Transformer, seed: int) -> None:
     """Set masters and parameters to their initial values, each element once; in a dry run there are none."""
     if is_fake(unit.whole):
         return
@@ -424,7 +459,7 @@ def _fill(
         fill(item, item.master, item.start)
     follow(unit)
     send(unit)
-    if not is_split:
+    if not unit.is_split:
         for item, view in zip(unit.trained, unit.whole_views(unit.whole), strict=True):
             flat = view.view(-1)
             fill(item, flat[: item.start], 0)

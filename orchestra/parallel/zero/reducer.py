@@ -31,7 +31,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from orchestra.model.weight_gradients import LaterGradients, WeightGradient, attach, detach
 from orchestra.parallel.zero.buffers import OF_STEP, SpareMemory, Unit, Units
-from orchestra.parallel.zero.zero_collectives import Collectives, Pending
+from orchestra.parallel.zero.zero_collectives import DataRanks, Pending
 from orchestra.precision.policies import PrecisionPolicy
 
 # Called with a parameter's name and its gradient of a whole micro-batch.
@@ -85,31 +85,28 @@ class _UnderWay:
 
 
 class Reducer:
-    """Takes the gradients of some units and sums them. *Collective* over both groups.
+    """Takes the gradients of some units and sums them. *Collective* over the groups of `ranks`.
 
-    `shard` sums each rank's range, `replicate` what is then still to be summed; either may be None. After
-    `finish`, `owned(number)` holds the sum of the range that this rank owns of unit `number`. `direct` are
-    the parameters whose gradients the model's functions give by themselves, with how often it uses each.
-    `is_alone`: nothing is kept from one step to the next.
+    After `finish`, `owned(number)` holds the sum of the range that this rank owns of unit `number`. `direct`
+    are the parameters whose gradients the model's functions give by themselves, with how often it uses each.
+    `keeps_whole`: so does each unit; without it those do that one rank alone has. `is_alone`: nothing is kept
+    from one step to the next.
     """
 
     def __init__(
         self,
         units: Units,
         precision: PrecisionPolicy,
-        shard: Collectives | None,
-        replicate: Collectives | None,
+        ranks: DataRanks,
         direct: Mapping[str, int],
         *,
         keeps_whole: bool,
         is_alone: bool = False,
     ) -> None:
-        self._shard, self._replicate = shard, replicate
-        self._keeps_whole = keeps_whole or shard is None
+        self._ranks = ranks
+        self._keeps_whole = keeps_whole
         self.is_alone = is_alone
-        self._dtype = precision.gradient
-        # What a micro-batch's gradients are made in: those that are kept whole accumulate there too.
-        self._made_in = precision.gradient if self._keeps_whole else precision.reduce
+        self._dtype, self._reduce_dtype = precision.gradient, precision.reduce
         # Keeps what comes while it is open, of all units.
         self.later = LaterGradients()
         self._under_way: deque[_UnderWay] = deque()
@@ -226,7 +223,7 @@ class Reducer:
 
     def _made(self, unit: Unit, direct: Mapping[str, int]) -> _Gradients:
         uses = [direct.get(item.name, 1) for item in unit.trained]
-        keeps_whole = self._keeps_whole or unit.part == OF_STEP
+        keeps_whole = self._keeps_whole or unit.part == OF_STEP or self._ranks.of(unit).shard is None
         if self.is_alone:
             return _Gradients(unit, None, None, uses, keeps_whole)
         if not keeps_whole:
@@ -239,12 +236,14 @@ class Reducer:
     def _taker(self, gradients: _Gradients, number: int) -> WeightGradient:
         name = gradients.unit.trained[number].name
         shape, device = gradients.unit.trained[number].parameter.shape, gradients.unit.whole.device
+        # What a micro-batch's gradients are made in: those that are kept whole accumulate there too.
+        made_in = self._dtype if gradients.keeps_whole else self._reduce_dtype
 
         def begin() -> tuple[Tensor, bool]:
             adds, gradients.is_begun[number] = gradients.is_begun[number], True
             if self._apart is not None:
                 if not adds:
-                    self._apart[name] = torch.empty(shape, dtype=self._made_in, device=device)
+                    self._apart[name] = torch.empty(shape, dtype=made_in, device=device)
                 return self._apart[name], adds
             if gradients.whole is None:
                 self._give_memory(gradients)
@@ -277,25 +276,29 @@ class Reducer:
         gradients.views = unit.whole_views(memory)
 
     def _sum_ready(self, part: int) -> None:
-        """Start the sums of a part's finished units, in their fixed order."""
+        """Start the sums of a part's finished units, in their fixed order; what is kept whole waits for the
+        last micro-batch.
+        """
         micro_batch = self._micro_batches[part]
         for gradients in self._of_part(part)[micro_batch.num_summed :]:
-            if any(gradients.missing) or (gradients.keeps_whole and not micro_batch.is_last):
+            if any(gradients.missing):
                 return
             micro_batch = replace(micro_batch, num_summed=micro_batch.num_summed + 1)
             self._micro_batches[part] = micro_batch
-            self._sum(gradients, micro_batch)
+            if micro_batch.is_last or not gradients.keeps_whole:
+                self._sum(gradients, micro_batch)
 
     def _sum(self, gradients: _Gradients, micro_batch: _MicroBatch) -> None:
         assert gradients.whole is not None
-        if self._shard is None:
-            if self._replicate is not None:
-                self._of_replicas.append(self._replicate.sum_whole(gradients.whole))
+        ranks = self._ranks.of(gradients.unit)
+        if ranks.shard is None:
+            if ranks.replicate is not None:
+                self._of_replicas.append(ranks.replicate.sum_whole(gradients.whole))
             return
         while len(self._under_way) >= _MAX_UNDER_WAY:
             self._complete()
         whole = gradients.whole
-        pending = self._shard.sum_range(whole[: gradients.unit.layout.size])
+        pending = ranks.shard.sum_range(whole[: gradients.unit.layout.size])
         self._under_way.append(_UnderWay(gradients, whole, pending, micro_batch))
         if not gradients.keeps_whole:
             gradients.whole = None
@@ -314,8 +317,9 @@ class Reducer:
             else:
                 owned.add_(done.whole[begin:end])
             self._spare.give(done.whole)
-        if done.micro_batch.is_last and self._replicate is not None:
-            self._of_replicas.append(self._replicate.sum_whole(owned))
+        replicate = self._ranks.of(done.gradients.unit).replicate
+        if done.micro_batch.is_last and replicate is not None:
+            self._of_replicas.append(replicate.sum_whole(owned))
 
 
 def _keep(gradients: _Gradients, whole: Tensor) -> None:

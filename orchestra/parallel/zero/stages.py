@@ -10,6 +10,8 @@
 Of matrices that ZeRO-3 gathers in fp8 (`rounded_units`) it is 2Ψ: gathers bring half the bytes.
 With hybrid sharding N is the shard degree, and a step adds one all-reduce of the owned range over the
 replicas.
+
+Of experts Ψ are the bytes of those that a rank has, and N the ranks that have the same ones.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from orchestra.parallel.zero.gatherer import Arrivals, Gatherer
 from orchestra.parallel.zero.late_update import LateUpdate
 from orchestra.parallel.zero.reducer import Reducer
 from orchestra.parallel.zero.rounded_units import RoundedUnits
-from orchestra.parallel.zero.zero_collectives import Collectives
+from orchestra.parallel.zero.zero_collectives import data_ranks
 from orchestra.precision.policies import PrecisionPolicy
 from orchestra.precision.rounded_weights import RoundedWeights
 from orchestra.sizes.step_shares import Part
@@ -170,15 +172,10 @@ def make_stage(
     is_one = mesh.shard_group is None and mesh.replicate_group is None
     is_alone = is_one and precision.gradient is precision.parameter and is_on_device
 
-    def over(group: dist.ProcessGroup | None) -> Collectives | None:
-        if group is None:
-            return None
-        return Collectives(group, precision.reduce, mesh.traffic, is_direct=not mesh.is_gpu)
-
-    shard = over(mesh.shard_group)
-    replicate = over(mesh.replicate_group)
+    ranks = data_ranks(mesh, precision.reduce)
+    shard = ranks.others.shard
     keeps_whole = config.parallelism.zero < 2
-    reducer = Reducer(units, precision, shard, replicate, direct, keeps_whole=keeps_whole, is_alone=is_alone)
+    reducer = Reducer(units, precision, ranks, direct, keeps_whole=keeps_whole, is_alone=is_alone)
     # A dry run counts what its own thread makes.
     is_late = not is_on_device and not is_fake(units.units[0].whole)
     late = LateUpdate(mesh.device) if is_late else None
@@ -188,9 +185,9 @@ def make_stage(
     if units.is_split:
         is_compiled = config.train.compile is True and mesh.is_gpu
         travelling = RoundedUnits(units.units, rounded, shard, is_compiled=is_compiled)
-        gatherer = Gatherer(model, units, shard, reducer, travelling, late)
+        gatherer = Gatherer(model, units, ranks, reducer, travelling, late)
         return Gathered(units, reducer, shared, late, gatherer)
-    return Reduced(units, reducer, shared, late, Arrivals(model, units, shard, late))
+    return Reduced(units, reducer, shared, late, Arrivals(model, units, ranks, late))
 
 
 # Host memory for what a GPU has no room for. Masters and moments then lie there and are updated by torch's

@@ -21,11 +21,14 @@ from orchestra.sizes.step_shares import Part
 
 @dataclass(frozen=True)
 class WholeMatrices:
-    """Gathers parts of the parameters called `names` over the ranks that share the units."""
+    """Gathers parts of the parameters called `names` over the ranks that share the units. `expert_group`: the
+    same for units of experts, None where one rank alone has them.
+    """
 
     units: Units
     names: frozenset[str]
     group: dist.ProcessGroup
+    expert_group: dist.ProcessGroup | None
     traffic: Traffic
 
     def __call__(self, pieces: Mapping[str, tuple[Tensor, Tensor]]) -> Iterator[WholeMatrix]:
@@ -62,10 +65,13 @@ class WholeMatrices:
                 flat = pieces[member.name][1].reshape(-1)
                 own[filled : filled + flat.numel()] = flat
                 filled += flat.numel()
-        gathered = [torch.empty_like(own) for _ in ranges]
-        self.traffic.add_all_gather(own.nbytes * len(ranges), len(ranges))
-        with marked(Part.communication):
-            dist.all_gather(gathered, own, group=self.group)
+        group = self.expert_group if unit.is_of_experts else self.group
+        gathered = [own]
+        if group is not None:
+            gathered = [torch.empty_like(own) for _ in ranges]
+            self.traffic.add_all_gather(own.nbytes * len(ranges), len(ranges))
+            with marked(Part.communication):
+                dist.all_gather(gathered, own, group=group)
         parts: dict[str, list[Tensor]] = {member.name: [] for member in members}
         for of_rank, received in zip(ranges, gathered, strict=True):
             begin = 0

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from orchestra.parallel.marks import Traffic, marked
-from orchestra.parallel.mesh import collective_named
-from orchestra.parallel.zero.buffers import SpareMemory
+from orchestra.parallel.mesh import Mesh, collective_named
+from orchestra.parallel.zero.buffers import SpareMemory, Unit
 from orchestra.sizes.step_shares import Part
 
 # Direct messages of gathers and of sums must not be taken for each other where both are under way.
@@ -172,3 +172,38 @@ class Collectives:
                 peer = (self.index + step) % self.size
                 works.append(dist.isend(outgoing[peer], group=self._group, group_dst=peer, tag=tag))
         return [work for work in works if work is not None]
+
+
+@dataclass(frozen=True)
+class UnitRanks:
+    """The ranks that have a unit's parameters: those over which it is sharded, and those that have the same
+    range of it; either is None where that is this rank alone.
+    """
+
+    shard: Collectives | None
+    replicate: Collectives | None
+
+
+@dataclass(frozen=True)
+class DataRanks:
+    """The ranks that have the parameters of experts, and those that have all others."""
+
+    experts: UnitRanks
+    others: UnitRanks
+
+    def of(self, unit: Unit) -> UnitRanks:
+        """Return the ranks that have a unit's parameters."""
+        return self.experts if unit.is_of_experts else self.others
+
+
+def data_ranks(mesh: Mesh, wire: torch.dtype) -> DataRanks:
+    """Return the collectives of this rank's groups. `wire`: as of `Collectives`."""
+
+    def over(group: dist.ProcessGroup | None) -> Collectives | None:
+        return None if group is None else Collectives(group, wire, mesh.traffic, is_direct=not mesh.is_gpu)
+
+    others = UnitRanks(over(mesh.shard_group), over(mesh.replicate_group))
+    if mesh.ep_group is None:
+        return DataRanks(others, others)
+    experts = UnitRanks(over(mesh.expert_shard_group), over(mesh.expert_replicate_group))
+    return DataRanks(experts, others)

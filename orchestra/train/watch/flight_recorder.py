@@ -84,6 +84,9 @@ def _groups(mesh: Mesh) -> dict[str, dict[str, Any]]:
         "shard": mesh.shard_group,
         "replicate": mesh.replicate_group,
         "model": mesh.model_group,
+        "ep": mesh.ep_group,
+        "expert shard": mesh.expert_shard_group,
+        "expert replicate": mesh.expert_replicate_group,
         "all ranks": dist.group.WORLD,
     }
     groups: dict[str, dict[str, Any]] = {}

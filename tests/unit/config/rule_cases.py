@@ -83,6 +83,7 @@ rule_replay
     recovery.replay_every_steps=5  cluster.gpus_per_node=1 -> replay_every_steps=5 | one data-parallel rank
     recovery.replay_every_steps=5  cluster.gpus_per_node=4  parallelism.tp=4 -> one data-parallel rank
     recovery.replay_every_steps=5  cluster.device=cuda -> deterministic=true | replay_tolerance
+    recovery.replay_every_steps=5  model.num_experts=4  parallelism.ep=2 -> replay_every_steps=5 | use ep=1
     recovery.replay_every_steps=5  recovery.max_restarts=0 -> replay_every_steps=5 | recovery.max_restarts=0
 rule_stragglers
     recovery.straggler_factor=1.0 -> recovery.straggler_factor=1.0 | e.g. 1.3
@@ -138,6 +139,7 @@ rule_positions
     model.family=gpt  train.seq_len=4096 -> train.seq_len=4096 | 2048
 rule_experts
     parallelism.ep=2 -> parallelism.ep=2 shares out experts and model.num_experts=0 | model=mixtral_8x7b
+    cluster.gpus_per_node=4  model.num_experts=2  parallelism.ep=4 -> ep=4 is more than | use at most 2
     model.num_experts=4  model.num_experts_per_tok=5 -> per_tok=5 is more than | use at most 4
     model.num_experts=4  model.first_k_dense_replace=4 -> first_k_dense_replace=4 leaves no mixture
     model.num_experts=4  model.block=mine -> model.num_experts=4 with model.block=mine | own feed-forward
@@ -149,6 +151,8 @@ rule_expert_balance
     model.moe_balance=none  model.router_aux_loss_coef=0.1 -> has no loss of balance | model.moe_balance=aux
     model.moe_balance=aux  model.router_aux_loss_coef=0.0 -> nothing would balance | model.moe_balance=none
 rule_latent_attention
+    model.kv_lora_rank=8  model.num_key_value_heads=8  parallelism.cp=2  parallelism.cp_method=ulysses
+        -> cp_method=ulysses with model.kv_lora_rank=8 | cp_method=all_gather
     model.q_lora_rank=8 -> q_lora_rank=8 without model.kv_lora_rank | use model.q_lora_rank=null
     model.kv_lora_rank=8 -> kv_lora_rank=8 | use model.num_key_value_heads=8
     model.kv_lora_rank=8  model.num_key_value_heads=8  model.head_dim=16 -> use model.head_dim=null
@@ -194,6 +198,7 @@ rule_sharding
     parallelism.zero=1  parallelism.shard_degree=4 -> shard_degree=4 does not divide dp=2; use 1 or 2
     parallelism={zero: 1, shard_degree: 4, cp: 2} -> does not divide dp·cp = 1·2; use 1 or 2
     parallelism.shard_degree=2 -> needs parallelism.zero=1, 2 or 3
+    parallelism={zero: 1, shard_degree: 1, ep: 2}  model.num_experts=4 -> with parallelism.ep=2 | use null
 rule_reduce_dtype
     precision.reduce_dtype=fp16 -> precision.reduce_dtype=fp16 | precision=fp32 | bf16, fp32 or null
 rule_recompute
@@ -351,5 +356,4 @@ ELSEWHERE = {
     # The cluster's own problems: test_site.
     "rule_cluster",
     "not_yet",
-    "rule_mixture_layout",
 }

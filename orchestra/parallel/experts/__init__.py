@@ -1,0 +1,1 @@
+"""Expert parallelism: the experts of each layer shared out over ranks, and tokens brought to them."""
