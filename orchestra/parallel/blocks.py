@@ -123,14 +123,14 @@ def recomputed(block: nn.Module, kind: Recompute, *, is_compiled: bool = False) 
 
 
 def _num_products(block: nn.Module) -> int:
-    """Return how many products a block takes, and one more where its last one is of experts: what that made
+    """Return how many products a block takes, and one more where experts take the last one: what they made
     is needed, for the gradients of the weights by which it is summed.
     """
     number = sum(isinstance(module, nn.Linear) for module in block.modules())
     for module in block.modules():
         if isinstance(module, Mixture):
             router = 1
-            number += router + module.experts.num_products + (module.shared_experts is None)
+            number += router + module.experts.num_products + 1
     return number
 
 

@@ -139,6 +139,29 @@ rule_positions
 rule_experts
     parallelism.ep=2 -> parallelism.ep=2 shares out experts and model.num_experts=0 | model=mixtral_8x7b
     model.num_experts=4  model.num_experts_per_tok=5 -> per_tok=5 is more than | use at most 4
+    model.num_experts=4  model.first_k_dense_replace=4 -> first_k_dense_replace=4 leaves no mixture
+    model.num_experts=4  model.block=mine -> model.num_experts=4 with model.block=mine | own feed-forward
+rule_expert_groups
+    model.num_experts=6  model.n_group=4 -> n_group=4 does not divide model.num_experts=6; use 1, 2, 3 or 6
+    model.num_experts=8  model.n_group=2  model.topk_group=3 -> topk_group=3 is more than model.n_group=2
+    model.num_experts=8  model.n_group=8 -> groups have 1 experts | num_experts_per_tok=2; use a larger one
+rule_expert_balance
+    model.moe_bias_update_rate=0.0 -> moe_bias_update_rate=0.0 | above 0
+    model.moe_capacity_factor=0.0 -> moe_capacity_factor=0.0 | above 0
+    model.router_z_loss_coef=-1.0 -> router_z_loss_coef=-1.0 | 0 or more
+    model.moe_balance=none  model.router_aux_loss_coef=0.1 -> has no loss of balance | model.moe_balance=aux
+    model.moe_balance=aux  model.router_aux_loss_coef=0.0 -> nothing would balance | model.moe_balance=none
+rule_latent_attention
+    model.q_lora_rank=8 -> q_lora_rank=8 without model.kv_lora_rank | use model.q_lora_rank=null
+    model.kv_lora_rank=8 -> kv_lora_rank=8 | use model.num_key_value_heads=8
+    model.kv_lora_rank=8  model.num_key_value_heads=8  model.head_dim=16 -> use model.head_dim=null
+    model.kv_lora_rank=8  model.num_key_value_heads=8  model.qk_rope_head_dim=5 -> is odd | an even number
+rule_head_norms
+    model.qk_norm=true  model.family=gpt -> use model.qk_norm=false
+rule_mixture_precision
+    precision.name=fp8  model.num_experts=4 -> precision=fp8 with model.num_experts=4 | use precision=bf16
+rule_mixture_layout
+    parallelism.tp=2  model.num_experts=4 -> parallelism.tp=2 with model.num_experts=4 | use parallelism.tp=1
 rule_tensor_parallel
     parallelism.tp=3  cluster.gpus_per_node=3 -> attention_heads=8; use 1, 2, 4 or 8
     parallelism.tp=4  model.intermediate_size=350  cluster.gpus_per_node=4 -> 1, 2, 5

@@ -10,7 +10,6 @@ import pytest
 from orchestra.config.compose import Composed, compose
 from orchestra.config.machine import Situation
 from orchestra.config.preset_files import GROUPS, Tree, own_folder
-from orchestra.errors import ConfigError
 from orchestra.sizes.flops import num_parameters
 
 # A machine as the presets are made for: eight GPUs, and a planner that knows every feature.
@@ -74,11 +73,6 @@ def test_the_demo_runs_here() -> None:
     config = compose(["experiment=demo"], Situation("run", num_gpus=0)).config
     place = (config.model.name, config.cluster.gpus_per_node, config.data.source)
     assert place == ("debug", 2, "stdlib")
-
-
-def test_a_preset_with_features_that_are_not_built_is_refused() -> None:
-    with pytest.raises(ConfigError, match="does not have mixtures of experts yet"):
-        composed("model", "mixtral_8x7b", Situation("run", num_gpus=8))
 
 
 def test_the_tree_is_found_beside_the_package_from_any_directory(

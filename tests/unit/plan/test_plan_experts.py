@@ -108,7 +108,6 @@ def test_search_turns_ep_where_there_are_experts() -> None:
         (["model=mixtral_8x7b", "parallelism.ep=3"], "1, 2, 4 or 8"),
         (["model=mixtral_8x7b", "parallelism.offload=optimizer"], "parallelism.offload=none"),
         (["model=gpt2_xl", "model.num_experts=4"], "model.family"),
-        (["model=mixtral_8x7b", "--exact"], "does not have mixtures of experts"),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_to_do(
