@@ -1,4 +1,4 @@
-"""Writes a committed checkpoint's model as a Hugging Face Llama folder, one chunk after the other.
+"""Writes a committed checkpoint's model as a Hugging Face folder, one chunk after the other.
 
 Memory holds a few chunks, whatever the size of the model. The folder appears under its name when it is whole
 and on disk, or not at all. Optimizer state is left out.
@@ -15,7 +15,7 @@ import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -31,17 +31,18 @@ from checkpointing.manifest import Chunk, Manifest
 from checkpointing.plans import Image, TensorPiece, grouped, image
 from checkpointing.storage import Storage
 from checkpointing.storage.local import LocalStorage, sync_folder
-from conf.schema import ModelConfig
+from conf.schema import ModelConfig, MoeBalance
 from orchestra.errors import ConfigError, DataError
-from orchestra.huggingface.folder import (
+from orchestra.huggingface.config_json import DEEPSEEK_V3, MIXTRAL, architecture_of, config_document
+from orchestra.huggingface.folder import CONFIG, INDEX, SINGLE_FILE
+from orchestra.huggingface.hub_names import (
     CHECKPOINT_PREFIX,
-    CONFIG,
-    INDEX,
-    SINGLE_FILE,
-    hugging_face_name,
+    ROUTER_BIAS,
+    StoredPart,
+    bias_shapes,
     parameter_shapes,
+    stored_parts,
 )
-from orchestra.huggingface.llama_config import config_document
 from orchestra.sizes.units import MIB
 
 # fp32, bf16 and fp16 numbers from one type to another, rounded to nearest, ties to even.
@@ -116,12 +117,21 @@ def _as_bfloat16(singles: Numbers) -> Numbers:
 _HEADER_ALIGNMENT = 8
 
 
-def plan_files(shapes: Mapping[str, tuple[int, ...]], dtype: str, max_file_bytes: int) -> list[Image]:
+def plan_files(parts: Sequence[StoredPart], dtype: str, max_file_bytes: int) -> list[Image]:
     """Share tensors out to files of at most `max_file_bytes` of numbers, in order, as transformers does.
 
-    A tensor that is larger gets a file of its own: tensors are never cut.
+    A tensor that is larger gets a file of its own: tensors are never cut. What experts are chosen by stays
+    fp32.
     """
-    tensors = [TensorPiece(name, Box.whole(shape), dtype, shape) for name, shape in shapes.items()]
+    tensors = [
+        TensorPiece(
+            part.name,
+            Box.whole(part.shape),
+            "F32" if part.parameter.endswith(ROUTER_BIAS) else dtype,
+            part.shape,
+        )
+        for part in parts
+    ]
     groups = list(grouped(tensors, lambda tensor: tensor.num_bytes, max_file_bytes))
     names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
     # transformers refuses files whose metadata do not say whose tensors these are.
@@ -140,34 +150,40 @@ def index_document(files: Sequence[Image], total_bytes: int, num_parameters: int
 
 # One chunk of a checkpoint on its way into a safetensors file: read, verified, rounded, written.
 #
-# A chunk may be any box of its tensor; in the file the tensor lies as a whole.
+# A chunk may be any box of its tensor; in the file the tensor lies as a whole, or, of stacked experts, each
+# of them.
 
 
 @dataclass(frozen=True)
 class ChunkCopy:
-    """A chunk of tensor `name` (of `shape` as a whole) from the checkpoint in `folder`, its numbers from type
-    `source` to type `target`, into a file in which the tensor begins at byte `begin`.
+    """A chunk of tensor `name` from the checkpoint in `folder`, its numbers from type `source` to type
+    `target`, into a file in which boxes of the tensor begin at bytes.
     """
 
     name: str
     folder: str
     chunk: Chunk
-    shape: tuple[int, ...]
     source: str
     target: str
-    begin: int
+    begins: Sequence[tuple[Box, int]]
 
 
-def copies_into(file: Image, manifest: Manifest, folder: str) -> Iterator[ChunkCopy]:
-    """Yield what fills a planned file."""
-    names = (name for name in manifest.tensors if name.startswith(CHECKPOINT_PREFIX))
-    in_checkpoint = {hugging_face_name(name.removeprefix(CHECKPOINT_PREFIX)): name for name in names}
+def copies_into(
+    file: Image, parts: Mapping[str, StoredPart], manifest: Manifest, folder: str
+) -> Iterator[ChunkCopy]:
+    """Yield what fills a planned file; `parts`: what each of its tensors is of ours, by their names."""
+    wanted: dict[tuple[str, str], list[tuple[Box, int]]] = {}
     for target, begin in zip(file.pieces, file.begins, strict=True):
-        name = in_checkpoint[target.name]
-        tensor = manifest.tensors[name]
-        for chunk in tensor.chunks:
-            if chunk.num_bytes:
-                yield ChunkCopy(name, folder, chunk, tensor.shape, tensor.dtype, target.dtype, begin)
+        part = parts[target.name]
+        wanted.setdefault((part.parameter, target.dtype), []).append((part.box, begin))
+    for (parameter, dtype), begins in wanted.items():
+        name = CHECKPOINT_PREFIX + parameter
+        tensor = manifest.tensors.get(name)
+        # What the checkpoint does not have stays zero.
+        for chunk in () if tensor is None else tensor.chunks:
+            here = [(box, begin) for box, begin in begins if box.overlap(chunk.box) is not None]
+            if here and tensor is not None:
+                yield ChunkCopy(name, folder, chunk, tensor.dtype, dtype, here)
 
 
 def copy_chunk(copy: ChunkCopy, storage: Storage, descriptor: int) -> None:
@@ -189,10 +205,14 @@ def copy_chunk(copy: ChunkCopy, storage: Storage, descriptor: int) -> None:
             f"{copy.name}: {num_overflowed} of its numbers are beyond the range of {copy.target}; "
             "export with --dtype bf16 or fp32"
         )
-    box = chunk.box
-    in_chunk = numbers.reshape(box.shape)
-    for index, first in runs(box, copy.shape):
-        write_at(descriptor, in_chunk[index].tobytes(), copy.begin + first * ITEM_BYTES[copy.target])
+    in_chunk = numbers.reshape(chunk.box.shape)
+    for whole, begin in copy.begins:
+        box = whole.overlap(chunk.box)
+        assert box is not None
+        its = in_chunk[box.within(chunk.box)]
+        offsets = tuple(mine - outer for mine, outer in zip(box.offsets, whole.offsets, strict=True))
+        for index, first in runs(Box(offsets, box.shape), whole.shape):
+            write_at(descriptor, its[index].tobytes(), begin + first * ITEM_BYTES[copy.target])
 
 
 def runs(box: Box, shape: Sequence[int]) -> Iterator[tuple[tuple[int, ...], int]]:
@@ -242,10 +262,13 @@ class ExportRequest:
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """What an export writes: the safetensors files, and the JSON files by name."""
+    """What an export writes: the safetensors files, what each tensor in them is of ours, and the JSON files
+    by name.
+    """
 
     wanted: ExportRequest
     files: Sequence[Image]
+    parts: Mapping[str, StoredPart]
     texts: Mapping[str, Any]
     num_parameters: int
 
@@ -270,10 +293,10 @@ def refuse_target(target: Path) -> None:
 
 
 def check_fits(manifest: Manifest, model: ModelConfig) -> None:
-    """Raise DataError unless the checkpoint holds each parameter of the model with its shape and a type that
-    can be exported.
+    """Raise DataError unless the checkpoint holds each parameter of the model, and each bias of a router,
+    with its shape and a type that can be exported.
     """
-    for name, shape in parameter_shapes(model).items():
+    for name, shape in {**parameter_shapes(model), **bias_shapes(model)}.items():
         tensor = manifest.tensors.get(CHECKPOINT_PREFIX + name)
         if tensor is None:
             raise DataError(f"the checkpoint has no tensor {CHECKPOINT_PREFIX}{name}, which the model has")
@@ -292,13 +315,17 @@ def plan_export(manifest: Manifest, model: ModelConfig, wanted: ExportRequest) -
     """
     document = config_document(model, wanted.dtype, wanted.end_of_text)
     check_fits(manifest, model)
-    shapes = {hugging_face_name(name): shape for name, shape in parameter_shapes(model).items()}
-    num_parameters = sum(Box.whole(shape).num_elements for shape in shapes.values())
-    files = plan_files(shapes, wanted.dtype, wanted.max_file_bytes)
+    kind = architecture_of(model)
+    # DeepSeek-V3 has a bias for each expert, whatever kept ours even.
+    named = replace(model, moe_balance=MoeBalance.bias) if kind is DEEPSEEK_V3 else model
+    parts = list(stored_parts(named, is_mixtral=kind is MIXTRAL))
+    files = plan_files(parts, wanted.dtype, wanted.max_file_bytes)
+    num_parameters = sum(Box.whole(shape).num_elements for shape in parameter_shapes(model).values())
     texts: dict[str, Any] = {CONFIG: document, _GENERATION_CONFIG: {"eos_token_id": wanted.end_of_text}}
     if len(files) > 1:
-        texts[INDEX] = index_document(files, num_parameters * ITEM_BYTES[wanted.dtype], num_parameters)
-    return ExportPlan(wanted, files, texts, num_parameters)
+        num_bytes = sum(tensor.num_bytes for file in files for tensor in file.pieces)
+        texts[INDEX] = index_document(files, num_bytes, num_parameters)
+    return ExportPlan(wanted, files, {part.name: part for part in parts}, texts, num_parameters)
 
 
 def write_export(storage: Storage, manifest: Manifest, plan: ExportPlan, folder: str | None = None) -> None:
@@ -313,7 +340,7 @@ def write_export(storage: Storage, manifest: Manifest, plan: ExportPlan, folder:
     with _draft(target) as draft:
         _refuse_small_disk(draft, plan.num_bytes)
         for file in plan.files:
-            copies = copies_into(file, manifest, folder or step_name(manifest.step))
+            copies = copies_into(file, plan.parts, manifest, folder or step_name(manifest.step))
             _write_file(draft / file.name, file, copies, storage)
         for name, content in plan.texts.items():
             LocalStorage(draft).put(name, f"{json.dumps(content, indent=2)}\n".encode())
@@ -360,6 +387,7 @@ def _write_file(path: Path, file: Image, copies: Iterable[ChunkCopy], storage: S
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         write_at(descriptor, file.header, 0)
+        os.ftruncate(descriptor, file.num_bytes)
         with ThreadPoolExecutor(_NUM_THREADS) as threads:
             jobs = [threads.submit(copy_chunk, copy, storage, descriptor) for copy in copies]
             try:

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -19,10 +19,20 @@ from checkpointing.box import ITEM_BYTES, Box
 from checkpointing.checkpoint_errors import CheckpointError
 from checkpointing.manifest import Chunk, File, Manifest, Tensor
 from checkpointing.storage import Storage, open_storage
-from conf.schema import Config, ModelConfig
+from conf.schema import Config, ModelConfig, MoeBalance
 from orchestra.errors import DataError
-from orchestra.huggingface.llama_config import model_of
-from orchestra.sizes.flops import attention_width, head_dim
+from orchestra.huggingface.config_json import MIXTRAL, architecture_of, model_of
+from orchestra.huggingface.hub_names import (
+    CHECKPOINT_PREFIX,
+    GATE_AND_UP,
+    ROUTER_BIAS,
+    StoredPart,
+    bias_shapes,
+    is_superfluous,
+    parameter_shapes,
+    stored_parts,
+)
+from orchestra.sizes.flops import attention_width, expert_width
 from orchestra.sizes.units import first_few
 
 # Headers of safetensors files: which tensors a file holds, of what type and shape, and where. No tensors.
@@ -124,50 +134,6 @@ def _refuse_gaps(tensors: dict[str, Tensor], data_begin: int, size: int, place: 
         raise DataError(f"{place}: {what}: its tensors end at byte {end}, the file has {size}; copy it again")
 
 
-# The parameters of our Llama by name and shape, in our names and in Hugging Face's. Integers and text.
-
-
-# What a checkpoint calls the parameters of the model: this and the parameter's own name.
-CHECKPOINT_PREFIX = "model."
-_OUTPUT = "lm_head.weight"
-
-
-def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return each parameter's shape, in a Llama's own order; a tied output matrix is left out."""
-    hidden, wide = model.hidden_size, model.intermediate_size
-    query, key_value = attention_width(model), model.num_key_value_heads * head_dim(model)
-    of_layer = {
-        "input_layernorm.weight": (hidden,),
-        "self_attn.q_proj.weight": (query, hidden),
-        "self_attn.k_proj.weight": (key_value, hidden),
-        "self_attn.v_proj.weight": (key_value, hidden),
-        "self_attn.o_proj.weight": (hidden, query),
-        "post_attention_layernorm.weight": (hidden,),
-        "mlp.gate_proj.weight": (wide, hidden),
-        "mlp.up_proj.weight": (wide, hidden),
-        "mlp.down_proj.weight": (hidden, wide),
-    }
-    shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (model.vocab_size, hidden)}
-    for layer in range(model.num_hidden_layers):
-        shapes |= {f"layers.{layer}.{name}": shape for name, shape in of_layer.items()}
-    shapes["norm.weight"] = (hidden,)
-    if not model.tie_word_embeddings:
-        shapes[_OUTPUT] = (model.vocab_size, hidden)
-    return shapes
-
-
-def hugging_face_name(parameter: str) -> str:
-    """Return what Hugging Face calls a parameter: the output matrix lies outside of `model`."""
-    return parameter if parameter == _OUTPUT else f"model.{parameter}"
-
-
-def is_superfluous(name: str, model: ModelConfig) -> bool:
-    """Whether a folder may hold this tensor although the model has no such parameter: the output matrix that
-    is tied, and the frequencies that old versions stored.
-    """
-    return name.endswith(".rotary_emb.inv_freq") or (model.tie_word_embeddings and name == _OUTPUT)
-
-
 CONFIG = "config.json"
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -198,11 +164,14 @@ class Folder:
 
     @property
     def num_parameters(self) -> int:
-        return sum(Box.whole(tensor.shape).num_elements for tensor in self.manifest.tensors.values())
+        shapes = {name: tensor.shape for name, tensor in self.manifest.tensors.items()}
+        return sum(
+            Box.whole(shape).num_elements for name, shape in shapes.items() if not name.endswith(ROUTER_BIAS)
+        )
 
 
 def open_folder(place: str) -> Folder:
-    """Read what a folder (a path or a fsspec URL) holds and check that it is one whole Llama. No weights.
+    """Read what a folder (a path or a fsspec URL) holds and check that it is one whole model. No weights.
 
     Raises DataError naming the file and the tensor: no such folder, pickled weights only, another
     architecture, tensors that are missing, superfluous, of another shape or of no floating-point type.
@@ -233,11 +202,7 @@ def _opened(place: str, storage: Storage, name: str) -> Folder:
     model = model_of(document, f"{place}/{CONFIG}", name)
     headers = {file: read_header(storage, name, file) for file in _files(storage, name, present)}
     stored = _tensors(headers, place)
-    _check(stored, model, place)
-    tensors = {
-        CHECKPOINT_PREFIX + parameter: stored[hugging_face_name(parameter)]
-        for parameter in parameter_shapes(model)
-    }
+    tensors = _taken(stored, _checked(stored, model, place), model, place)
     sizes = {file: header.num_bytes for file, header in headers.items()}
     return Folder(place, storage, name, model, _manifest(sizes, tensors))
 
@@ -291,20 +256,30 @@ def _tensors(headers: dict[str, Header], place: str) -> dict[str, Tensor]:
     return tensors
 
 
-def _check(tensors: dict[str, Tensor], model: ModelConfig, place: str) -> None:
-    # Before names are made for each: the number is a stranger's.
+def _checked(tensors: dict[str, Tensor], model: ModelConfig, place: str) -> list[StoredPart]:
+    """Return what the tensors hold of the model; raise DataError unless they are all of it and no more."""
+    # Before names are made for each: the numbers are a stranger's.
     if model.num_hidden_layers * _PARAMETERS_PER_LAYER > len(tensors):
         raise DataError(
             f"{place}: {len(tensors)} tensors are too few for "
             f"num_hidden_layers={model.num_hidden_layers} of {CONFIG}"
         )
-    expected = {hugging_face_name(name): shape for name, shape in parameter_shapes(model).items()}
+    is_stacked = any(name.endswith(GATE_AND_UP) for name in tensors)
+    mixtures = model.num_hidden_layers - model.first_k_dense_replace if model.num_experts else 0
+    if not is_stacked and mixtures * model.num_experts > len(tensors):
+        raise DataError(
+            f"{place}: {len(tensors)} tensors are too few for {model.num_experts} experts of {CONFIG}"
+        )
+    kind = architecture_of(model)
+    parts = list(stored_parts(model, is_mixtral=kind is MIXTRAL, is_stacked=is_stacked))
+    expected = {part.name: part.shape for part in parts}
     missing = [name for name in expected if name not in tensors]
     if missing:
         raise DataError(f"{place}: tensors are missing: {first_few(missing, _NUM_LISTED)}")
     strange = [name for name in tensors if name not in expected and not is_superfluous(name, model)]
     if strange:
-        raise DataError(f"{place}: tensors that this Llama does not have: {first_few(strange, _NUM_LISTED)}")
+        listed = first_few(strange, _NUM_LISTED)
+        raise DataError(f"{place}: tensors that this {kind.title} does not have: {listed}")
     for name, shape in expected.items():
         tensor = tensors[name]
         where = f"{place}/{tensor.chunks[0].file}: {name}"
@@ -312,6 +287,33 @@ def _check(tensors: dict[str, Tensor], model: ModelConfig, place: str) -> None:
             raise DataError(f"{where} has shape {list(tensor.shape)}, by {CONFIG} it is {list(shape)}")
         if tensor.dtype not in FLOAT_TYPES:
             raise DataError(f"{where} is {tensor.dtype}, expected {', '.join(FLOAT_TYPES)}")
+    return parts
+
+
+def _taken(
+    stored: Mapping[str, Tensor], parts: Iterable[StoredPart], model: ModelConfig, place: str
+) -> dict[str, Tensor]:
+    """Return our tensors, each with the chunks of those that hold it. Raises DataError where their types
+    differ.
+    """
+    chunks: dict[str, list[Chunk]] = {}
+    types: dict[str, str] = {}
+    for part in parts:
+        whole = stored[part.name]
+        (chunk,) = whole.chunks
+        item = ITEM_BYTES[whole.dtype]
+        begin, num_bytes = chunk.begin + part.begin * item, part.box.num_elements * item
+        chunks.setdefault(part.parameter, []).append(Chunk(part.box, chunk.file, begin, num_bytes, ""))
+        if types.setdefault(part.parameter, whole.dtype) != whole.dtype:
+            raise DataError(
+                f"{place}/{chunk.file}: {part.name} is {whole.dtype}, other experts of its layer are "
+                f"{types[part.parameter]}; save the model in one type"
+            )
+    shapes = {**parameter_shapes(model), **bias_shapes(model)}
+    return {
+        CHECKPOINT_PREFIX + name: Tensor(types[name], shapes[name], "", tuple(its))
+        for name, its in chunks.items()
+    }
 
 
 def _manifest(sizes: Mapping[str, int], tensors: Mapping[str, Tensor]) -> Manifest:
@@ -322,19 +324,26 @@ def _manifest(sizes: Mapping[str, int], tensors: Mapping[str, Tensor]) -> Manife
 def to_json(folder: Folder) -> dict[str, Any]:
     """Return where the weights lie as JSON, so that one rank reads the headers for all."""
     tensors = {
-        name: [tensor.dtype, tensor.shape, tensor.chunks[0].file, tensor.chunks[0].begin]
+        name: [tensor.dtype, tensor.shape, [_chunk_to_json(chunk) for chunk in tensor.chunks]]
         for name, tensor in folder.manifest.tensors.items()
     }
     files = {name: file.num_bytes for name, file in folder.manifest.files.items()}
     return {"place": folder.place, "files": files, "tensors": tensors}
 
 
+def _chunk_to_json(chunk: Chunk) -> list[Any]:
+    return [chunk.box.offsets, chunk.box.shape, chunk.file, chunk.begin]
+
+
 def from_json(value: Mapping[str, Any]) -> tuple[Storage, str, Manifest]:
     """Return storage, folder and manifest of what `to_json` gave."""
-    tensors = {
-        name: _tensor(file, dtype, tuple(shape), begin)
-        for name, (dtype, shape, file, begin) in value["tensors"].items()
-    }
+    tensors = {}
+    for name, (dtype, shape, chunks) in value["tensors"].items():
+        boxes = [(Box(tuple(offsets), tuple(its)), file, begin) for offsets, its, file, begin in chunks]
+        made = (
+            Chunk(box, file, begin, box.num_elements * ITEM_BYTES[dtype], "") for box, file, begin in boxes
+        )
+        tensors[name] = Tensor(dtype, tuple(shape), "", tuple(made))
     parent, name = _parted(value["place"])
     return open_storage(parent), name, _manifest(value["files"], tensors)
 
@@ -355,10 +364,26 @@ _KEYS = (
     "rope_theta",
     "norm_eps",
     "tie_word_embeddings",
+    "qk_norm",
+    "kv_lora_rank",
+    "num_experts",
+)
+# Of latent attention, and of experts, where the weights are of a model that has them.
+_LATENT_KEYS = ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_EXPERT_KEYS = (
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "first_k_dense_replace",
+    "scoring_func",
+    "norm_topk_prob",
+    "routed_scaling_factor",
+    "n_group",
+    "topk_group",
 )
 _SCALING_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 # Agreement that is not asked for, but is worth saying where a new run is made.
-_OTHER_KEYS = ("max_position_embeddings",)
+_OTHER_KEYS = ("max_position_embeddings", "moe_balance")
 # What Hydra reads without quotes.
 _PLAIN = re.compile(r"[A-Za-z0-9_./:@%+-]+")
 
@@ -393,19 +418,39 @@ def problems_of_folder(model: ModelConfig, folder: Folder) -> Iterator[str]:
 
 def differences(own: ModelConfig, other: ModelConfig) -> list[tuple[str, Any, Any]]:
     """Return (key, own value, other value) for whatever must agree between a model and given weights."""
-    different = [] if own.family is other.family else [("model.family", own.family, other.family)]
-    for key in _KEYS:
-        if key == "head_dim" and own.num_attention_heads and attention_width(own) == attention_width(other):
-            # A null that means the same number; where heads differ that is said by itself.
-            continue
-        if getattr(own, key) != getattr(other, key):
-            different.append((f"model.{key}", getattr(own, key), getattr(other, key)))
+    keys = (
+        "family",
+        *_KEYS,
+        *(_LATENT_KEYS if other.kv_lora_rank is not None else ()),
+        *(_EXPERT_KEYS if other.num_experts else ()),
+        # Weights with a bias for each expert are another model without it.
+        *(("moe_balance",) if other.num_experts and other.moe_balance is MoeBalance.bias else ()),
+    )
+    different = [
+        (f"model.{key}", getattr(own, key), getattr(other, key))
+        for key in keys
+        if not _is_same(own, other, key)
+    ]
     scaling, other_scaling = own.rope_scaling, other.rope_scaling
     for key in ("enabled", *(_SCALING_KEYS if other_scaling.enabled else ())):
         if getattr(scaling, key) != getattr(other_scaling, key):
             value = getattr(scaling, key), getattr(other_scaling, key)
             different.append((f"model.rope_scaling.{key}", *value))
     return different
+
+
+def _is_same(own: ModelConfig, other: ModelConfig, key: str) -> bool:
+    """Whether a key says the same of both, or nothing that the weights of the other one depend on."""
+    if getattr(own, key) == getattr(other, key):
+        return True
+    if key == "head_dim" and own.num_attention_heads:
+        # A null that means the same number; where heads differ that is said by itself.
+        return other.kv_lora_rank is not None or attention_width(own) == attention_width(other)
+    if key == "moe_intermediate_size":
+        return expert_width(own) == expert_width(other)
+    if key == "intermediate_size" and other.num_experts and not other.first_k_dense_replace:
+        return expert_width(own) == expert_width(other)
+    return False
 
 
 def overrides_for(folder: Folder) -> list[str]:

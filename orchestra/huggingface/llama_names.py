@@ -12,7 +12,7 @@ from typing import Any
 from conf.schema import Family, ModelConfig
 from orchestra.errors import DataError
 from orchestra.huggingface.export import STORED
-from orchestra.huggingface.folder import hugging_face_name, is_superfluous, parameter_shapes
+from orchestra.huggingface.hub_names import hugging_face_name, is_superfluous, parameter_shapes
 from orchestra.sizes.flops import head_dim
 from orchestra.sizes.units import first_few
 
@@ -46,6 +46,8 @@ def renames(
     """
     if model.family is not Family.llama:
         raise DataError(f"model.family={model.family.name}: only a llama can be imported")
+    if model.num_experts or model.kv_lora_rank is not None:
+        raise DataError(f"model.name={model.name}: only a model without experts or latents can be imported")
     expected = parameter_shapes(model)
     found: dict[str, dict[str, Any]] = {}
     strangers = []

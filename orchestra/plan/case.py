@@ -14,7 +14,13 @@ from functools import lru_cache
 from conf.schema import ModelConfig
 from orchestra.plan.devices import Accelerator, CollectiveGroup, Network
 from orchestra.plan.frameworks import OWN, Framework
-from orchestra.sizes.flops import num_expert_parameters, num_layer_parameters, num_parameters
+from orchestra.sizes.flops import (
+    num_dense_layers,
+    num_expert_parameters,
+    num_layer_parameters,
+    num_parameters,
+    without_experts,
+)
 from orchestra.sizes.topology import Layout
 from orchestra.sizes.training_shape import PipelineStage, TrainingShape, even_stages
 
@@ -74,10 +80,12 @@ def stage_parameters(model: ModelConfig, stage: PipelineStage, pp: int) -> int:
     A tied embedding stands on the first stage and, in a pipeline, once more where the output product is.
     """
     table = model.vocab_size * model.hidden_size
-    layers = model.num_hidden_layers * num_layer_parameters(model)
+    num_dense = num_dense_layers(model)
+    fewer = num_layer_parameters(model) - num_layer_parameters(without_experts(model))
+    layers = model.num_hidden_layers * num_layer_parameters(model) - num_dense * fewer
     tables = table * (1 if model.tie_word_embeddings else 2)
     beside = num_parameters(model) - layers - tables  # final norm, and learned positions
-    count = stage.num_layers * num_layer_parameters(model)
+    count = stage.num_layers * num_layer_parameters(model) - stage.num_of_first(num_dense) * fewer
     count += table if stage.has_embedding else 0
     if stage.has_head:
         shares_table = model.tie_word_embeddings and (pp == 1 or stage.has_embedding)
@@ -102,7 +110,8 @@ class RankElements:
 
 def held_by_rank(model: ModelConfig, stage: PipelineStage, layout: Layout) -> RankElements:
     """Return what a rank of a stage holds. Experts are cut by tp like all else."""
-    experts = stage.num_layers * num_expert_parameters(model)
+    mixtures = stage.num_layers - stage.num_of_first(num_dense_layers(model))
+    experts = mixtures * num_expert_parameters(model)
     dense = stage_parameters(model, stage, layout.pp) - experts
     return RankElements(dense / layout.tp, experts / layout.tp / layout.ep)
 
@@ -136,8 +145,8 @@ class PlanCase(TrainingShape):
 
     @property
     def is_counted_in_full(self) -> bool:
-        """Whether memory is counted as the trainer allocates it: orchestra's own, which has no experts."""
-        return self.framework.name == OWN and not self.model.num_experts
+        """Whether memory is counted as the trainer allocates it: orchestra's own."""
+        return self.framework.name == OWN
 
     @property
     def counts_passes(self) -> bool:
@@ -150,11 +159,6 @@ class PlanCase(TrainingShape):
         """ZeRO's stage by what a rank keeps from one micro-batch to the next."""
         is_kept = self.zero == _WHOLE_ZERO and self.framework.gathers_once and self.layout.pp > 1
         return 1 if is_kept else self.zero
-
-    @property
-    def num_expert_shards(self) -> int:
-        """Ranks that share ZeRO's part of the same experts."""
-        return max(1, self.num_shards // self.layout.ep)
 
     def group(self, num_ranks: int, stride: int) -> CollectiveGroup:
         """Return the group of `num_ranks` ranks that are `stride` apart: tp 1, cp tp, data-parallel tp."""

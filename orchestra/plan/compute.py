@@ -4,9 +4,11 @@ A layer takes the longer of two times: what the device needs, and what the host 
 nanotron's runs the second rules for small work (4.4 ms a layer, whatever the width), and grows by about 2 ms
 per tensor-parallel rank once a pipeline spans nodes.
 
-Of mixtures of experts it assumes that experts get equally many tokens and none is dropped, that each rank of
-tensor parallelism has a part of every expert that its data-parallel rank has, and that nothing hides the
-exchange. With few tokens for an expert its weights take longer to read than to multiply.
+Of mixtures of experts it assumes that none is dropped, that each rank of tensor parallelism has a part of
+every expert that its data-parallel rank has, and that nothing hides the exchange. Other trainers publish
+numbers with routing that is forced to be even; of orchestra's the router decides, and where experts lie on
+several ranks the one with the most tokens does (`Framework.uneven_routing`). With few tokens for an expert
+its weights take longer to read than to multiply.
 """
 
 from __future__ import annotations
@@ -25,7 +27,17 @@ from orchestra.plan.memory_passes import (
     rounding_bytes,
     tile_ends,
 )
-from orchestra.sizes.flops import attention_width, head_dim, num_expert_parameters, num_layer_parameters
+from orchestra.sizes.flops import (
+    attention_width,
+    core_width,
+    head_dim,
+    key_value_width,
+    num_dense_layers,
+    num_expert_parameters,
+    num_layer_parameters,
+    value_width,
+    without_experts,
+)
 from orchestra.sizes.memory import recomputed_kinds
 
 # To the experts and back, forward and backward.
@@ -125,7 +137,8 @@ def layer_time(case: PlanCase, *, is_pressed: bool = False) -> LayerTime:
 def _counted(case: PlanCase, again: float) -> float:
     """Seconds of the passes that are counted from the trainer's code; gradients are not copied again."""
     gradients = case.framework.passes.gradient * held_of_layer(case.model, case.layout).total
-    moved = (layer_bytes(case) + rounding_bytes(case)) * again + gradients
+    moved = (layer_bytes(case) + rounding_bytes(case) + _PASSES_OF_COPIES * _copies_bytes(case)) * again
+    moved += gradients
     return moved / (STREAM_SHARE * case.device.memory_bytes_per_s)
 
 
@@ -134,7 +147,7 @@ def _attention(case: PlanCase) -> float:
     tokens, device, framework = case.tokens, case.device, case.framework
     pairs = tokens.count * case.seq_len / tokens.tp
     # Causal: half of 4·h·s per token and forward pass.
-    flops = 2 * _PASSES * attention_width(case.model) * pairs
+    flops = 2 * _PASSES * core_width(case.model) * pairs
     if framework.score_bytes:
         traffic = framework.score_bytes * case.model.num_attention_heads * pairs
         return 2 * flops / device.product_flops + traffic / device.memory_bytes_per_s
@@ -156,12 +169,17 @@ def _vendor_gain(case: PlanCase) -> float:
 
 def mean_layer_time(case: PlanCase, *, is_pressed: bool = False) -> LayerTime:
     """Return the mean over the layers where not all of them are recomputed alike (a budget for activations,
-    or each k-th layer), else the time of any.
+    or each k-th layer) or the first ones have no experts, else the time of any.
     """
-    if case.options.recompute_every == 1 and case.options.activation_bytes is None:
+    num_dense = num_dense_layers(case.model)
+    is_even = case.options.recompute_every == 1 and case.options.activation_bytes is None
+    if is_even and not num_dense:
         return layer_time(case, is_pressed=is_pressed)
-    kinds = Counter(recomputed_kinds(case))
-    times = {kind: layer_time(replace(case, recompute=kind), is_pressed=is_pressed) for kind in kinds}
+    kinds = Counter(
+        (kind, number < num_dense and case.model.num_experts > 0)
+        for number, kind in enumerate(recomputed_kinds(case))
+    )
+    times = {kind: layer_time(_with_layers(case, *kind), is_pressed=is_pressed) for kind in kinds}
     if len(kinds) == 1:
         return next(iter(times.values()))
     total = sum(kinds.values())
@@ -172,6 +190,12 @@ def mean_layer_time(case: PlanCase, *, is_pressed: bool = False) -> LayerTime:
     return LayerTime(**parts)
 
 
+def _with_layers(case: PlanCase, recompute: Recompute, is_dense: bool) -> PlanCase:
+    """Return a case all of whose layers are alike: recomputed so, and with experts or as the dense ones."""
+    model = without_experts(case.model) if is_dense else case.model
+    return replace(case, recompute=recompute, model=model)
+
+
 def _experts_products_s(case: PlanCase) -> float:
     """Return the seconds of the experts' products in one pass: forward, or one of the two of backward."""
     model, tokens, device = case.model, case.tokens, case.device
@@ -179,7 +203,7 @@ def _experts_products_s(case: PlanCase) -> float:
         return 0.0
     used = num_expert_parameters(model) // model.num_experts * model.num_experts_per_tok
     rate = device.product_flops * case.framework.experts_rate
-    multiplying = 2 * used * tokens.count / tokens.tp / rate
+    multiplying = _uneven(case) * 2 * used * tokens.count / tokens.tp / rate
     reading = held_of_layer(model, case.layout).experts * tokens.width_bytes / device.memory_bytes_per_s
     return max(multiplying, reading)
 
@@ -190,7 +214,13 @@ def _exchange_s(case: PlanCase) -> float:
     if ep == 1 or not case.model.num_experts:
         return 0.0
     group = case.group(ep, case.layout.tp * case.layout.cp)
-    return _EXCHANGES * case.network.all_to_all_s(_copies_bytes(case), group, case.device.link_bytes_per_s)
+    once = case.network.all_to_all_s(_copies_bytes(case), group, case.device.link_bytes_per_s)
+    return _EXCHANGES * _uneven(case) * once
+
+
+def _uneven(case: PlanCase) -> float:
+    """Return how much longer the rank with the most tokens for its experts takes than the mean one."""
+    return case.framework.uneven_routing if case.layout.ep > 1 else 1.0
 
 
 def _copies_bytes(case: PlanCase) -> float:
@@ -266,7 +296,10 @@ def _ring_attention(case: PlanCase) -> float:
 def _keys_and_values_bytes(case: PlanCase) -> float:
     """Return what keys and values of whole sequences take, of one layer and a rank's heads."""
     tokens, model = case.tokens, case.model
-    width = 2 * attention_width(model) / model.num_attention_heads * model.num_key_value_heads / tokens.tp
+    width = key_value_width(model) / tokens.tp
+    if model.kv_lora_rank is not None:
+        # What they are made of, whole on each rank.
+        width = model.kv_lora_rank + model.qk_rope_head_dim
     return tokens.count * width * tokens.width_bytes * case.layout.cp
 
 
@@ -279,7 +312,7 @@ def _keys_and_values_s(case: PlanCase) -> float:
 def _exchanged_bytes(case: PlanCase) -> float:
     """Return what one pass of a layer's attention exchanges: queries, keys and values, and the output."""
     model, tokens = case.model, case.tokens
-    widths = 2 * attention_width(model) + 2 * model.num_key_value_heads * head_dim(model)
+    widths = attention_width(model) + value_width(model) + key_value_width(model)
     return tokens.count * widths / tokens.tp * tokens.width_bytes
 
 
@@ -294,7 +327,7 @@ def _merging(case: PlanCase) -> float:
         if case.options.cp_method is ContextMethod.ulysses:
             return _EXCHANGED_PASSES * _exchanged_bytes(case) / case.device.memory_bytes_per_s
         return _GATHERED_PASSES * _keys_and_values_bytes(case) / case.device.memory_bytes_per_s
-    widths = 2 * attention_width(model) + 2 * model.num_key_value_heads * head_dim(model)
+    widths = attention_width(model) + value_width(model) + key_value_width(model)
     return further * tokens.count * widths / tokens.tp * _MERGE_BYTES / case.device.memory_bytes_per_s
 
 

@@ -21,7 +21,7 @@ from collections.abc import Iterable
 
 from conf.schema import Family, PrecisionName, Scaling
 from orchestra.plan.case import PlanCase
-from orchestra.sizes.flops import attention_width, feed_forward_width, head_dim
+from orchestra.sizes.flops import attention_width, feed_forward_width, key_value_width, value_width
 from orchestra.sizes.hardware import row
 from orchestra.sizes.memory import loss_chunk_tokens
 
@@ -122,8 +122,15 @@ def layer_matrices(case: PlanCase) -> list[tuple[float, float]]:
     model, tp = case.model, case.tokens.tp
     hidden, width = model.hidden_size, feed_forward_width(model) / tp
     query, key = _query_width(case) / tp, _key_width(case) / tp
+    attention: list[tuple[float, float]] = [(hidden, query), (hidden, key), (hidden, key), (query, hidden)]
+    if model.kv_lora_rank is not None:
+        both = model.num_attention_heads * (model.qk_nope_head_dim + model.v_head_dim) / tp
+        down = model.kv_lora_rank + model.qk_rope_head_dim
+        attention = [(hidden, down), (model.kv_lora_rank, both), (value_width(model) / tp, hidden)]
+        rank = model.q_lora_rank
+        attention += [(hidden, query)] if rank is None else [(hidden, rank), (rank, query)]
     gates = [(hidden, width)] * (2 if model.family is Family.llama else 1)
-    return [(hidden, query), (hidden, key), (hidden, key), (query, hidden), *gates, (width, hidden)]
+    return [*attention, *gates, (width, hidden)]
 
 
 def half_flops(case: PlanCase) -> float:
@@ -139,4 +146,4 @@ def _query_width(case: PlanCase) -> float:
 
 
 def _key_width(case: PlanCase) -> float:
-    return case.model.num_key_value_heads * head_dim(case.model)
+    return key_value_width(case.model) / 2

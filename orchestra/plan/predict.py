@@ -30,9 +30,9 @@ from orchestra.plan.memory_passes import BUSY_SHARE, STREAM_SHARE
 from orchestra.plan.pipeline_time import pipeline_time
 from orchestra.plan.stage_memory import Memory, fits, is_pressed, stage_memory, states_of_rank, widths_of
 from orchestra.sizes.flops import hardware_flops_per_token, model_flops_per_token
-from orchestra.sizes.memory import rank_bytes, rank_parameters, recomputed_kinds
+from orchestra.sizes.memory import rank_bytes, recomputed_kinds
 from orchestra.sizes.pipeline_check import PassTimes
-from orchestra.sizes.training_shape import PipelineStage
+from orchestra.sizes.training_shape import PipelineStage, rank_parameters
 
 _FP32 = 4
 # Between a device and its host: copies into pinned memory measured at 51 GB/s (PCIe 5). What a host's part of
@@ -363,7 +363,8 @@ def _image_bytes(case: PlanCase, stage: PipelineStage) -> float:
     held = held_by_rank(case.model, stage, case.layout)
     count = held.dense / ranks + held.experts / max(1, ranks // case.layout.ep)
     if case.is_counted_in_full:
-        count = rank_parameters(case.model, case.layout.tp).of(stage) / ranks
+        parts = rank_parameters(case.model, case.layout.tp, case.layout.ep)
+        count = parts.of(stage) / ranks + parts.experts_of(stage) / max(1, ranks // case.layout.ep)
     return count * (_FP32 + 2 * case.options.moment_bytes)
 
 

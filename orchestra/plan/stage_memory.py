@@ -47,7 +47,7 @@ from conf.schema import Family, ModelConfig, PrecisionName, Recompute
 from orchestra.plan.case import PlanCase, RankElements, held_by_rank, held_of_layer, num_chunks
 from orchestra.plan.compute import LayerTime, waits_at_hand_over
 from orchestra.plan.frameworks import OWN
-from orchestra.sizes.flops import attention_width, feed_forward_width, head_dim
+from orchestra.sizes.flops import attention_width, feed_forward_width, key_value_width
 from orchestra.sizes.memory import rank_bytes, recomputed_kinds, schedule_states
 from orchestra.sizes.pipeline_schedule import splits_backward
 from orchestra.sizes.training_shape import MicroBatchTokens, PipelineStage
@@ -305,7 +305,7 @@ def llama_layer_bytes(model: ModelConfig, tokens: MicroBatchTokens, recompute: R
 
 def _llama_bytes_per_token(model: ModelConfig, width: int) -> tuple[float, float, float]:
     hidden, query = model.hidden_size, attention_width(model)
-    keys_and_values = 2 * model.num_key_value_heads * head_dim(model)
+    keys_and_values = key_value_width(model)
     outer = 4 * hidden * width
     inner = (2 * query + keys_and_values + 4 * feed_forward_width(model)) * width
     if model.num_experts:

@@ -6,8 +6,16 @@ inputs and outputs (4h), the queries, keys, values and the attention's output (2
 their product (3F), besides 4 bytes a head for the softmax. Published formulas have one F more, since
 silu(gate) is computed again here instead of being kept. A GPT layer keeps 2F.
 
-Over N tensor-parallel ranks all but the norms is cut; with sequence parallelism those are too. The outputs of
-the norms are then gathered: they count in full unless they are gathered again in the backward pass.
+A mixture (K experts of width F for a token, X of them, a shared one of width S) keeps in the place of 3F each
+token once for each of its experts, in and out (2Kh), gate and up of them (2KF; on a GPU also their product),
+3S, and of the router its input in fp32 (where that is another type), scores and logits, and where each token
+went. Norms of heads keep queries and keys once more. Latent attention keeps its latents twice, queries, keys,
+what keys and values are parts of, and its output; over ranks of context parallelism keys and values of whole
+sequences.
+
+Over N tensor-parallel ranks all but the norms, latents and the rows of experts is cut; with sequence
+parallelism the norms are too. Their outputs are then gathered: they count in full unless they are gathered
+again in the backward pass.
 
 Ranks of context parallelism have parts of the sequences, and so of everything. Where they exchange places for
 heads the attention's output is kept twice, as it comes and as it goes back.
@@ -24,11 +32,21 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from conf.schema import Config, ContextMethod, Family, ModelConfig, PrecisionName, Recompute
 from orchestra.errors import ConfigError
-from orchestra.sizes.flops import attention_width, head_dim
+from orchestra.sizes.flops import (
+    attention_width,
+    core_width,
+    expert_width,
+    feed_forward_width,
+    head_dim,
+    key_value_width,
+    num_attention_parameters,
+    value_width,
+    without_experts,
+)
 from orchestra.sizes.topology import batch_shape
 from orchestra.sizes.units import GIB
 
@@ -41,6 +59,7 @@ class LayerActivations:
     """One layer's activations on one rank, for a micro-batch of `num_sequences` × `seq_len` tokens.
 
     With `cp` ranks to a sequence `seq_len` is the part of one; `exchanges_heads`: by `cp_method=ulysses`.
+    `has_kernels`: of experts, products over all of them at once.
     """
 
     model: ModelConfig
@@ -52,6 +71,7 @@ class LayerActivations:
     gathers_again: bool = True
     cp: int = 1
     exchanges_heads: bool = False
+    has_kernels: bool = False
 
     def kept_bytes(self, kind: Recompute) -> int:
         """Return what the layer keeps from its forward pass to its backward pass."""
@@ -61,6 +81,8 @@ class LayerActivations:
             Recompute.full: self._input,
         }
         statistics = self._statistics if kind is Recompute.none else 0.0
+        if kind is Recompute.selective:
+            statistics = float(self.model.num_experts)
         each = elements[kind] * self.element_bytes + statistics * _STATISTIC_BYTES
         return round(self.num_sequences * self.seq_len * each)
 
@@ -72,13 +94,16 @@ class LayerActivations:
         """
         if kind is Recompute.none:
             return 0
-        each = 4 * self.seq_len * self.cp * attention_width(self.model)
+        model = self.model
+        each = 4 * self.seq_len * self.cp * core_width(model)
         if kind is Recompute.full:
-            kv_width = self.model.num_key_value_heads * head_dim(self.model)
-            num_rows = 2 * attention_width(self.model) + 2 * kv_width
-            num_rows += self.model.intermediate_size * (1 if self._is_gpt else 2)
-            each += 2 * self.model.hidden_size * num_rows
-        return self.num_sequences * self.seq_len * each
+            rows = 2 * attention_width(model) + key_value_width(model)
+            products = model.hidden_size * rows
+            if model.kv_lora_rank is not None:
+                products = num_attention_parameters(model)
+            products += model.hidden_size * feed_forward_width(model) * (1 if self._is_gpt else 2)
+            each += 2 * products
+        return round(self.num_sequences * self.seq_len * each)
 
     @property
     def _is_gpt(self) -> bool:
@@ -96,24 +121,71 @@ class LayerActivations:
     @property
     def _of_heads(self) -> float:
         """Queries, keys and values; a rank has at least one key-value head."""
-        num_kv = max(self.model.num_key_value_heads / self.tp, 1.0)
-        return head_dim(self.model) * (self.model.num_attention_heads / self.tp + 2 * num_kv)
+        model = self.model
+        if model.kv_lora_rank is not None:
+            # What keys without positions and values are parts of, of whole sequences.
+            heads = model.num_attention_heads / self.tp
+            both = heads * (model.qk_nope_head_dim + model.v_head_dim) * self.cp
+            return attention_width(model) / self.tp + both
+        num_kv = max(model.num_key_value_heads / self.tp, 1.0)
+        return head_dim(model) * (model.num_attention_heads / self.tp + 2 * num_kv)
+
+    @property
+    def _latents(self) -> float:
+        """Latents and the keys' rotary part, before they are normed."""
+        model = self.model
+        if model.kv_lora_rank is None:
+            return 0.0
+        return (model.q_lora_rank or 0) + model.kv_lora_rank + model.qk_rope_head_dim
+
+    @property
+    def _of_attention(self) -> float:
+        """What attention keeps between its norm's output and its output product."""
+        model = self.model
+        out = value_width(model) / self.tp * (2 if self.exchanges_heads else 1)
+        kept = self._of_heads + out
+        if model.qk_norm:
+            kept += self._of_heads - head_dim(model) * max(model.num_key_value_heads / self.tp, 1.0)
+        if model.kv_lora_rank is not None:
+            keys = attention_width(model) / self.tp * self.cp
+            kept += keys + 2 * self._latents - model.qk_rope_head_dim
+        return kept
 
     @property
     def _of_products(self) -> float:
-        inner = (1 if self._is_gpt else 2) * self.model.intermediate_size / self.tp
-        return 2 * self._input + self._of_heads + inner
+        model, num_gates = self.model, 1 if self._is_gpt else 2
+        inner = num_gates * feed_forward_width(model) / self.tp
+        rows = model.num_experts_per_tok * model.hidden_size if model.num_experts else 0
+        return 2 * self._input + self._of_heads + self._latents + inner + rows
 
     @property
     def _all(self) -> float:
-        out = attention_width(self.model) / self.tp * (2 if self.exchanges_heads else 1)
-        inner = (2 if self._is_gpt else 3) * self.model.intermediate_size / self.tp
-        return 2 * self._input + 2 * self._gathered + self._of_heads + out + inner
+        model = self.model
+        inner = (2 if self._is_gpt else 3) * feed_forward_width(model)
+        rows = 0
+        if model.num_experts:
+            rows = 2 * model.num_experts_per_tok * model.hidden_size
+            if not self.has_kernels:
+                inner -= model.num_experts_per_tok * expert_width(model)
+        return 2 * self._input + 2 * self._gathered + self._of_attention + inner / self.tp + rows
 
     @property
     def _statistics(self) -> float:
-        norms = (4 if self._is_gpt else 2) * self._input / self.model.hidden_size
-        return norms + self.model.num_attention_heads / self.tp
+        model = self.model
+        norms = (4 if self._is_gpt else 2) * self._input / model.hidden_size
+        heads = model.num_attention_heads / self.tp
+        if model.qk_norm:
+            heads += heads + max(model.num_key_value_heads / self.tp, 1.0)
+        if model.kv_lora_rank is not None:
+            heads += 1 + (model.q_lora_rank is not None)
+        return norms + heads + (self._of_router if model.num_experts else 0.0)
+
+    @property
+    def _of_router(self) -> float:
+        """Scores and logits, weights twice and their sum, and three whole numbers of 8 bytes a choice."""
+        model = self.model
+        wide = model.hidden_size if self.element_bytes < _STATISTIC_BYTES else 0
+        return wide + 2 * model.num_experts + (2 + 3 * 2) * model.num_experts_per_tok + 1
 
 
 def layer_activations(config: Config, dp: int, *, is_gpu: bool) -> LayerActivations:
@@ -133,6 +205,7 @@ def layer_activations(config: Config, dp: int, *, is_gpu: bool) -> LayerActivati
         gathers_again=is_gpu,
         cp=parallelism.cp,
         exchanges_heads=parallelism.cp > 1 and parallelism.cp_method is ContextMethod.ulysses,
+        has_kernels=is_gpu and config.precision.name is not PrecisionName.fp32,
     )
 
 
@@ -148,17 +221,22 @@ def kinds_of_layers(config: Config, dp: int, *, is_gpu: bool) -> tuple[Recompute
     return kinds
 
 
-def peak_bytes(layer: LayerActivations, kinds: Sequence[Recompute]) -> int:
-    """Return the most that equal layers of these kinds, in the model's order, hold at one time.
+def peak_bytes(layer: LayerActivations, kinds: Sequence[Recompute], num_dense: int = 0) -> int:
+    """Return the most that layers of these kinds, in the model's order, hold at one time; the first
+    `num_dense` of them have no experts, whatever the others have.
 
     A layer that is recomputed holds all its activations while its backward pass runs; the layers after it
     have then let go of theirs.
     """
-    kept = {kind: layer.kept_bytes(kind) for kind in {Recompute.none, *kinds}}
     most = before = 0
-    for kind in kinds:
-        most = max(most, before + kept[Recompute.none])
-        before += kept[kind]
+    for layers, its in (
+        (replace(layer, model=without_experts(layer.model)), kinds[:num_dense]),
+        (layer, kinds[num_dense:]),
+    ):
+        kept = {kind: layers.kept_bytes(kind) for kind in {Recompute.none, *its}}
+        for kind in its:
+            most = max(most, before + kept[Recompute.none])
+            before += kept[kind]
     return most
 
 

@@ -2,7 +2,8 @@
 
 Conventions differ, and one and the same run is printed with utilizations far apart, so each has its name.
 N parameters (of a mixture of experts those that a token goes through), V vocabulary, h hidden size, L layers,
-s sequence length; in the attention terms h is query heads × head width. FLOPs per token, forward and backward
+s sequence length; in the attention terms h is query heads × head width (of latent attention, whose values are
+narrower than its queries and keys, the mean of both). FLOPs per token, forward and backward
 together:
 
     6·(N − lookup) + 12·L·h·s   PaLM (arXiv:2204.02311, appendix B), torchtitan since 2025, Megatron-LM's
@@ -19,19 +20,43 @@ the matrix of the output product and is counted as that.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
 
 from conf.schema import Family, ModelConfig, Recompute
 from orchestra.sizes.topology import divisors
 
 
 def head_dim(model: ModelConfig) -> int:
-    """Return the width of one attention head."""
+    """Return the width of one attention head's queries and keys."""
+    if model.kv_lora_rank is not None:
+        return model.qk_nope_head_dim + model.qk_rope_head_dim
     return model.head_dim or model.hidden_size // model.num_attention_heads
+
+
+def value_dim(model: ModelConfig) -> int:
+    """Return the width of one attention head's values."""
+    return head_dim(model) if model.kv_lora_rank is None else model.v_head_dim
 
 
 def attention_width(model: ModelConfig) -> int:
     """Return query heads × head width: the hidden size in most models."""
     return model.num_attention_heads * head_dim(model)
+
+
+def value_width(model: ModelConfig) -> int:
+    """Return heads × width of their values: what attention gives to its output product."""
+    return model.num_attention_heads * value_dim(model)
+
+
+def key_value_width(model: ModelConfig) -> int:
+    """Return the width of the keys and values of all heads together, as attention takes them."""
+    return model.num_key_value_heads * (head_dim(model) + value_dim(model))
+
+
+def core_width(model: ModelConfig) -> float:
+    """Return the h of 4·h·s, the operations of attention's two products: the mean of queries' and values'."""
+    return (attention_width(model) + value_width(model)) / 2
 
 
 def num_parameters(model: ModelConfig) -> int:
@@ -40,13 +65,26 @@ def num_parameters(model: ModelConfig) -> int:
     tables = num_tables * model.vocab_size * model.hidden_size + _num_position_parameters(model)
     layers = model.block_parameters
     if layers is None:
-        layers = model.num_hidden_layers * num_layer_parameters(model)
+        num_dense = num_dense_layers(model)
+        layers = num_dense * num_layer_parameters(without_experts(model))
+        layers += (model.num_hidden_layers - num_dense) * num_layer_parameters(model)
     return tables + layers + _num_norm_parameters(model)
 
 
+def num_dense_layers(model: ModelConfig) -> int:
+    """Return how many layers of a model with experts have none all the same: the first ones."""
+    return min(model.first_k_dense_replace, model.num_hidden_layers) if model.num_experts else 0
+
+
+@lru_cache(maxsize=256)
+def without_experts(model: ModelConfig) -> ModelConfig:
+    """Return a model all of whose layers are as the dense ones of this one."""
+    return replace(model, num_experts=0) if model.num_experts else model
+
+
 def num_layer_parameters(model: ModelConfig) -> int:
-    """Return the parameters of one decoder layer: attention, feed-forward or experts, and its two norms. Of
-    layers that are a plug-in it is the mean.
+    """Return the parameters of one decoder layer, with experts where the model has them: attention,
+    feed-forward or mixture, and its two norms. Of layers that are a plug-in it is the mean.
     """
     if model.block_parameters is not None:
         return model.block_parameters // model.num_hidden_layers
@@ -54,7 +92,7 @@ def num_layer_parameters(model: ModelConfig) -> int:
 
 
 def num_active_layer_parameters(model: ModelConfig) -> int:
-    """Return the parameters of one decoder layer that a token goes through: all of them but for experts."""
+    """Return the parameters of one such layer that a token goes through: all of them but for experts."""
     if model.block_parameters is not None:
         return num_layer_parameters(model)
     routed = num_expert_parameters(model)
@@ -65,7 +103,21 @@ def num_active_layer_parameters(model: ModelConfig) -> int:
 def num_active_parameters(model: ModelConfig) -> int:
     """Return the parameters that a token goes through: all of them but for experts."""
     idle = num_layer_parameters(model) - num_active_layer_parameters(model)
-    return num_parameters(model) - model.num_hidden_layers * idle
+    return num_parameters(model) - (model.num_hidden_layers - num_dense_layers(model)) * idle
+
+
+def num_attention_parameters(model: ModelConfig) -> int:
+    """Return the parameters of one layer's attention in the family llama: its matrices, and its own norms."""
+    hidden, heads, latent = model.hidden_size, model.num_attention_heads, model.kv_lora_rank
+    query = attention_width(model)
+    if latent is None:
+        matrices = 2 * hidden * query + hidden * key_value_width(model)
+        return matrices + (2 * head_dim(model) if model.qk_norm else 0)
+    rank = model.q_lora_rank
+    queries = hidden * query if rank is None else hidden * rank + rank + rank * query
+    keys_and_values = hidden * (latent + model.qk_rope_head_dim) + latent
+    keys_and_values += latent * heads * (model.qk_nope_head_dim + model.v_head_dim)
+    return queries + keys_and_values + value_width(model) * hidden
 
 
 def num_expert_parameters(model: ModelConfig) -> int:
@@ -87,11 +139,16 @@ def feed_forward_width(model: ModelConfig) -> int:
 
 def inner_widths(model: ModelConfig) -> dict[str, int]:
     """Return the inner widths that a model's layers have, which tensor parallelism cuts, by their keys."""
+    dense = {"intermediate_size": model.intermediate_size}
     if not model.num_experts:
-        return {"intermediate_size": model.intermediate_size}
+        return dense
     routed = "intermediate_size" if model.moe_intermediate_size is None else "moe_intermediate_size"
     shared = model.shared_expert_intermediate_size
-    return {routed: expert_width(model), **({"shared_expert_intermediate_size": shared} if shared else {})}
+    return {
+        **(dense if model.first_k_dense_replace else {}),
+        routed: expert_width(model),
+        **({"shared_expert_intermediate_size": shared} if shared else {}),
+    }
 
 
 def head_splits(model: ModelConfig) -> list[int]:
@@ -113,17 +170,18 @@ def tensor_splits(model: ModelConfig) -> list[int]:
 def _num_parameters_of_all_tokens(model: ModelConfig) -> int:
     """Attention, norms, and the feed-forward or, in a mixture, the router and the shared expert."""
     hidden, wide = model.hidden_size, model.intermediate_size
-    query, key_value = attention_width(model), model.num_key_value_heads * head_dim(model)
-    matrices = 2 * hidden * query + 2 * hidden * key_value
+    norms = 2 * _num_norm_parameters(model)
     if model.family is Family.gpt:
-        biases = query + 2 * key_value + hidden + wide + hidden
-        return matrices + 2 * hidden * wide + biases + 2 * _num_norm_parameters(model)
+        query, key_value = attention_width(model), key_value_width(model)
+        matrices = 2 * hidden * query + hidden * key_value
+        biases = query + key_value + hidden + wide + hidden
+        return matrices + 2 * hidden * wide + biases + norms
     if model.num_experts:
         router = hidden * model.num_experts
-        matrices += router + 3 * hidden * model.shared_expert_intermediate_size
+        feed_forward = router + 3 * hidden * model.shared_expert_intermediate_size
     else:
-        matrices += 3 * hidden * wide
-    return matrices + 2 * _num_norm_parameters(model)
+        feed_forward = 3 * hidden * wide
+    return num_attention_parameters(model) + feed_forward + norms
 
 
 def num_embedding_parameters(model: ModelConfig) -> int:
@@ -163,7 +221,13 @@ def hardware_flops_per_token(
         Recompute.selective: attention,
         Recompute.full: attention + 2 * num_active_layer_parameters(model),
     }
-    return model_flops_per_token(model, seq_len) + sum(again[kind] for kind in kinds)
+    dense = {
+        **again,
+        Recompute.full: attention + 2 * num_active_layer_parameters(without_experts(model)),
+    }
+    num_dense = num_dense_layers(model)
+    repeated = sum(dense[kind] for kind in kinds[:num_dense]) + sum(again[kind] for kind in kinds[num_dense:])
+    return model_flops_per_token(model, seq_len) + repeated
 
 
 def _num_multiplied_parameters(model: ModelConfig) -> int:
@@ -172,7 +236,7 @@ def _num_multiplied_parameters(model: ModelConfig) -> int:
 
 def _attention_forward_flops(model: ModelConfig, seq_len: int) -> int:
     """Scores and weighted sum, two products of 2·h·s per token and layer."""
-    return 4 * model.num_hidden_layers * attention_width(model) * seq_len
+    return 2 * model.num_hidden_layers * (attention_width(model) + value_width(model)) * seq_len
 
 
 def _num_position_parameters(model: ModelConfig) -> int:

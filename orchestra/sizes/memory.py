@@ -22,7 +22,6 @@ from functools import lru_cache
 from conf.schema import (
     ContextMethod,
     Family,
-    ModelConfig,
     Offload,
     PipelineSchedule,
     PrecisionName,
@@ -30,10 +29,18 @@ from conf.schema import (
     Scaling,
 )
 from orchestra.sizes.activations import LayerActivations, cheapest_within, every_kth, peak_bytes
-from orchestra.sizes.flops import attention_width, head_dim
+from orchestra.sizes.flops import (
+    attention_width,
+    expert_width,
+    feed_forward_width,
+    head_dim,
+    key_value_width,
+    num_dense_layers,
+    without_experts,
+)
 from orchestra.sizes.pipeline_check import HeldState, fewer_micro_batches, held_states
 from orchestra.sizes.pipeline_schedule import splits_backward
-from orchestra.sizes.training_shape import PipelineStage, TrainingShape
+from orchestra.sizes.training_shape import PipelineStage, RankParameters, TrainingShape, rank_parameters
 
 _FP32 = 4
 # Bytes of logits in one chunk of the loss when the configuration gives no size: on a GPU 8,192 tokens of
@@ -104,50 +111,6 @@ def widths(precision: PrecisionName) -> ElementBytes:
 
 
 @dataclass(frozen=True)
-class RankParameters:
-    """Elements of one tensor-parallel rank, padding of a cut vocabulary counted: what stands before the
-    layers, each layer, and what stands after them.
-    """
-
-    before: int
-    layer: int
-    after: int
-    # The single tensors of a layer, in the model's order.
-    of_layer: tuple[int, ...]
-
-    def of(self, stage: PipelineStage) -> int:
-        """Return the elements of a pipeline stage."""
-        ends = self.before * stage.has_embedding + self.after * stage.has_head
-        return ends + stage.num_layers * self.layer
-
-
-def rank_parameters(model: ModelConfig, tp: int, *, has_both_ends: bool = True) -> RankParameters:
-    """Return what one of `tp` ranks has: heads, inner width and words are cut, norms and the biases of sums
-    are whole, and a rank has at least one key-value head. A tied table stands once where both ends are on
-    one stage.
-    """
-    hidden, wide = model.hidden_size, math.ceil(model.intermediate_size / tp)
-    query = attention_width(model) // tp
-    kv = head_dim(model) * max(model.num_key_value_heads // tp, 1)
-    table = math.ceil(model.vocab_size / tp) * hidden
-    norm: tuple[int, ...] = (hidden,)
-    tensors: tuple[int, ...]
-    positions = 0
-    if model.family is Family.gpt:
-        norm = (hidden, hidden)
-        tensors = (*norm, hidden * query, query, hidden * kv, kv, hidden * kv, kv, hidden * query, hidden)
-        tensors += (*norm, hidden * wide, wide, hidden * wide, hidden)
-        positions = model.max_position_embeddings * hidden
-    else:
-        tensors = (*norm, hidden * query, hidden * kv, hidden * kv, hidden * query)
-        tensors += (*norm, *(hidden * wide,) * 3)
-    if model.block_parameters is not None:
-        tensors = (model.block_parameters // model.num_hidden_layers,)
-    head = 0 if model.tie_word_embeddings and has_both_ends else table
-    return RankParameters(table + positions, sum(tensors), sum(norm) + head, tensors)
-
-
-@dataclass(frozen=True)
 class StepBytes:
     """What a step adds on the device at its worst moment."""
 
@@ -208,9 +171,11 @@ def rank_bytes(shape: TrainingShape, stage: PipelineStage) -> RankBytes:
     width, options = widths(shape.precision), shape.options
     pipeline = shape.pipeline
     has_both_ends = pipeline.rank_of(0) == pipeline.rank_of(pipeline.num_stages - 1)
-    parts = rank_parameters(shape.model, shape.layout.tp, has_both_ends=has_both_ends)
-    size, shards = parts.of(stage), max(1, shape.num_shards)
-    owned = size / (shards if shape.zero >= 1 else 1)
+    parts = rank_parameters(shape.model, shape.layout.tp, shape.layout.ep, has_both_ends=has_both_ends)
+    shards, of_experts = max(1, shape.num_shards), shape.num_expert_shards
+    experts, rest = parts.experts_of(stage), parts.of(stage)
+    size = rest + experts
+    owned = rest / shards + experts / of_experts if shape.zero >= 1 else size
     is_split = shape.zero == 3 and shards > 1
     states = owned * (width.masters + 2 * options.moment_bytes)
     parameters = (owned if is_split else size) * width.parameters
@@ -230,7 +195,7 @@ def rank_bytes(shape: TrainingShape, stage: PipelineStage) -> RankBytes:
         leaving = owned * width.parameters if width.masters else owned * _FP32
         host, masters, moments = states + leaving, 0.0, 0.0
         parameters = 0.0 if options.offload is Offload.all and is_split else parameters
-    gathered = _gathered(parts, stage) * width.parameters if is_split else 0.0
+    gathered = _gathered(shape, parts, stage) * width.parameters if is_split else 0.0
     return RankBytes(
         parameters=parameters,
         gradients=(owned if shape.zero >= 2 else size) * width.gradients,
@@ -272,7 +237,8 @@ def step_bytes(shape: TrainingShape, stage: PipelineStage, parts: RankParameters
     done = 0.0
     if _is_summed_in_another_type(shape) and stage.num_layers:
         # All copies together, when the first layer's backward pass ends.
-        done = parts.of(stage) * (shape.options.reduce_bytes or 0) + _temporary_bytes(shape)
+        whole = parts.of(stage) + parts.experts_of(stage)
+        done = whole * (shape.options.reduce_bytes or 0) + _temporary_bytes(shape)
     done = max(done, _update_bytes(shape, stage, parts) - ends)
     works = [_work_of(shape, stage, layers, parts) for layers in stage.chunks]
     if shape.layout.pp == 1:
@@ -315,14 +281,17 @@ _NO_WORK = _StageWork(0.0, 0.0, 0.0, 0.0, 0.0)
 
 def _work_of(shape: TrainingShape, stage: PipelineStage, layers: range, parts: RankParameters) -> _StageWork:
     layer, kinds = layer_of(shape), recomputed_kinds(shape)[layers.start : layers.stop]
-    each = {kind: layer.kept_bytes(kind) for kind in set(kinds)}
+    num_dense = max(0, min(len(kinds), num_dense_layers(shape.model) - layers.start))
+    dense = layer_of(shape, has_experts=False)
+    kept = sum(dense.kept_bytes(kind) for kind in kinds[:num_dense])
+    kept += sum(layer.kept_bytes(kind) for kind in kinds[num_dense:])
     fewer = _kept_in_fp8(shape) * sum(kind is Recompute.none for kind in kinds)
     replayed = _replayed_bytes(shape, stage, parts)
     temporary = max(_temporary_bytes(shape), replayed.in_layer, _gathered_keys_bytes(shape))
-    backward = peak_bytes(layer, kinds) - fewer + temporary + replayed.in_backward
+    backward = peak_bytes(layer, kinds, num_dense) - fewer + temporary + replayed.in_backward
     has_loss = stage.has_head and layers.stop == shape.model.num_hidden_layers
     return _StageWork(
-        kept=sum(each[kind] for kind in kinds),
+        kept=kept,
         waiting=len(layers) * _waiting_bytes(shape),
         fewer=fewer,
         loss=_loss_bytes(shape) + replayed.in_loss if has_loss else 0.0,
@@ -337,10 +306,11 @@ def _waiting_bytes(shape: TrainingShape) -> float:
     if shape.layout.pp == 1 or not splits_backward(shape.schedule):
         return 0.0
     model, tokens = shape.model, shape.tokens
-    kv = head_dim(model) * max(model.num_key_value_heads // tokens.tp, 1)
-    inner = (2 if model.family is Family.gpt else 3) * model.intermediate_size / tokens.tp
-    split = 2 * attention_width(model) / tokens.tp + 2 * kv + inner
-    return tokens.count * tokens.width_bytes * (4 * model.hidden_size + split)
+    kv = max(key_value_width(model) / tokens.tp, 2 * head_dim(model))
+    inner = (2 if model.family is Family.gpt else 3) * feed_forward_width(model) / tokens.tp
+    split = 2 * attention_width(model) / tokens.tp + kv + inner
+    rows = 2 * model.num_experts_per_tok * model.hidden_size if model.num_experts else 0
+    return tokens.count * tokens.width_bytes * (4 * model.hidden_size + split + rows)
 
 
 def schedule_states(shape: TrainingShape, stage: PipelineStage) -> tuple[HeldState, ...]:
@@ -372,8 +342,9 @@ def _replayed_bytes(shape: TrainingShape, stage: PipelineStage, parts: RankParam
         return _Replayed()
     model, tokens, made_in = shape.model, shape.tokens, _made_in(shape)
     chunk = REPLAYED_GPU if shape.options.is_gpu else REPLAYED_CPU
-    inner = math.ceil(model.intermediate_size / tokens.tp)
-    matrix, table = inner * model.hidden_size, math.ceil(model.vocab_size / tokens.tp) * model.hidden_size
+    inner = math.ceil(feed_forward_width(model) / tokens.tp)
+    matrix = max(inner * model.hidden_size, *parts.of_layer, *parts.of_experts)
+    table = math.ceil(model.vocab_size / tokens.tp) * model.hidden_size
     # Products whose results have another type than gradients have memory for them too.
     product = tokens.width_bytes if made_in != tokens.width_bytes else 0
     is_tied = model.tie_word_embeddings and stage.has_embedding and stage.has_head
@@ -401,12 +372,14 @@ def _update_bytes(shape: TrainingShape, stage: PipelineStage, parts: RankParamet
     """
     shards = max(1, shape.num_shards) if shape.zero else 1
     if shape.options.is_plugged:
-        return parts.of(stage) / shards * _FP32 if widths(shape.precision).gradients < _FP32 else 0.0
+        of_experts = shape.num_expert_shards if shape.zero else 1
+        updated = parts.of(stage) / shards + parts.experts_of(stage) / of_experts
+        return updated * _FP32 if widths(shape.precision).gradients < _FP32 else 0.0
     unit = max(_units(shape, stage, parts)) / shards
     block = min(unit, ROUNDED_GPU if shape.options.is_gpu else ROUNDED_CPU)
     update = block * _FP32 if widths(shape.precision).gradients < _FP32 else 0.0
     if shape.options.moment_bytes < _FP32:
-        largest = max(parts.before, parts.after, *parts.of_layer)
+        largest = max(parts.before, parts.after, *parts.of_layer, *parts.of_experts)
         update += 2 * block * _FP32 + 32 * min(largest, block)
     return update
 
@@ -420,6 +393,8 @@ def _temporary_bytes(shape: TrainingShape) -> float:
     model, tokens = shape.model, shape.tokens
     inner = tokens.count * model.intermediate_size / tokens.tp
     temporary = 2 * inner * tokens.width_bytes
+    if model.num_experts:
+        temporary = _temporary_bytes_of_mixture(shape)
     if tokens.outer > 1:
         temporary += 4 * (1 - 1 / tokens.tp) * tokens.count * model.hidden_size * tokens.width_bytes
     if shape.precision is PrecisionName.fp8:
@@ -433,6 +408,19 @@ def _temporary_bytes(shape: TrainingShape) -> float:
     return temporary
 
 
+def _temporary_bytes_of_mixture(shape: TrainingShape) -> float:
+    """Return what the backward pass of a mixture needs: the gradients of its experts' outputs and their
+    products with these, in fp32 (and where that is another type the copy that it is made of), or two
+    gradients of the inner width beside those of rows.
+    """
+    model, tokens = shape.model, shape.tokens
+    row = tokens.count * model.num_experts_per_tok * model.hidden_size
+    weighing = row * (2 * _FP32 if tokens.width_bytes == _FP32 else 2 * _FP32 + tokens.width_bytes)
+    inner = tokens.count * model.num_experts_per_tok * expert_width(model) / tokens.tp
+    multiplying = (row + 2 * inner) * tokens.width_bytes if shape.options.is_gpu else row * tokens.width_bytes
+    return max(weighing, multiplying)
+
+
 def _gathered_keys_bytes(shape: TrainingShape) -> float:
     """Return what the backward pass of attention takes whose keys and values are gathered from the ranks of a
     sequence: these, the sum of their gradients, and those of one piece.
@@ -440,7 +428,9 @@ def _gathered_keys_bytes(shape: TrainingShape) -> float:
     model, tokens, cp = shape.model, shape.tokens, shape.layout.cp
     if cp == 1 or shape.options.cp_method is ContextMethod.ulysses:
         return 0.0
-    width = head_dim(model) * max(model.num_key_value_heads / tokens.tp, 1)
+    width = max(key_value_width(model) / tokens.tp / 2, head_dim(model))
+    if model.kv_lora_rank is not None:
+        width = (model.kv_lora_rank + model.qk_rope_head_dim) / 2
     return 3 * 2 * tokens.count * cp * width * tokens.width_bytes
 
 
@@ -462,11 +452,13 @@ def _is_summed_in_another_type(shape: TrainingShape) -> bool:
     return is_whole and shape.layout.dp * shape.layout.cp > 1 and reduce is not None and reduce != own
 
 
-def layer_of(shape: TrainingShape) -> LayerActivations:
-    """Return the activations of one layer as `orchestra.sizes.activations` counts them."""
+def layer_of(shape: TrainingShape, *, has_experts: bool = True) -> LayerActivations:
+    """Return the activations of one layer as `orchestra.sizes.activations` counts them, with experts where
+    the model has some, or of its dense layers.
+    """
     tokens = shape.tokens
     return LayerActivations(
-        model=shape.model,
+        model=shape.model if has_experts else without_experts(shape.model),
         num_sequences=tokens.num_sequences,
         seq_len=round(tokens.seq_len),
         element_bytes=tokens.width_bytes,
@@ -475,6 +467,7 @@ def layer_of(shape: TrainingShape) -> LayerActivations:
         gathers_again=shape.options.is_gpu,
         cp=shape.layout.cp,
         exchanges_heads=shape.layout.cp > 1 and shape.options.cp_method is ContextMethod.ulysses,
+        has_kernels=shape.options.is_gpu and tokens.width_bytes < _FP32,
     )
 
 
@@ -547,10 +540,17 @@ def _loss_bytes(shape: TrainingShape) -> float:
     return kept * words + max(making * words, using * words + product) + matrix + whole + gathered
 
 
-def _gathered(parts: RankParameters, stage: PipelineStage) -> float:
-    """Return the elements of the buffers of ZeRO-3: two for layers, and one that both ends share."""
+def _gathered(shape: TrainingShape, parts: RankParameters, stage: PipelineStage) -> float:
+    """Return the elements of the buffers of ZeRO-3: two for layers, two for their experts unless one rank has
+    them alone, and one that both ends share.
+    """
     ends = max(parts.before * stage.has_embedding, parts.after * stage.has_head)
-    return min(2, stage.num_layers) * parts.layer + ends
+    layers = sorted(map(sum, parts.layers_of(stage)))
+    # Layers take turns: each buffer is as large as the largest of its own.
+    own = 2 * layers[-1] if len(layers) > 1 else sum(layers)
+    is_shared = shape.num_expert_shards > 1
+    experts = min(2, parts.num_mixtures_of(stage)) * sum(parts.of_experts) if is_shared else 0
+    return own + experts + ends
 
 
 def _messages(shape: TrainingShape, stage: PipelineStage, parts: RankParameters) -> float:
@@ -573,21 +573,27 @@ def _messages(shape: TrainingShape, stage: PipelineStage, parts: RankParameters)
 
 def _units(shape: TrainingShape, stage: PipelineStage, parts: RankParameters) -> tuple[float, ...]:
     """Return the sizes of the units that gradients are summed in, from the model's end: whole blocks with
-    ZeRO-3, else buckets of at least so many bytes.
+    ZeRO-3, else buckets of at least so many bytes; experts, whose units are their own, first. Without those
+    that no other rank has.
     """
     ends = (parts.after * stage.has_head, parts.before * stage.has_embedding)
+    layers, mixtures = parts.layers_of(stage), parts.num_mixtures_of(stage)
+    if shape.num_expert_shards == 1 and shape.layout.ep > 1:
+        mixtures = 0
     if shape.zero == 3:
-        return (ends[0], *(parts.layer,) * min(2, stage.num_layers), ends[1])
+        experts = (sum(parts.of_experts),) * min(2, mixtures)
+        largest = sorted(map(sum, layers))[-2:]
+        return (*experts, ends[0], *largest, ends[1])
     least = shape.options.bucket_bytes / widths(shape.precision).gradients
-    return _buckets(ends, parts.of_layer, stage.num_layers, least)
+    of_experts = _buckets(parts.of_experts * mixtures, least)
+    others = (ends[0], *(each for tensors in layers[::-1] for each in tensors[::-1]), ends[1])
+    return (*of_experts, *_buckets(others, least))
 
 
 @lru_cache(maxsize=1024)
-def _buckets(
-    ends: tuple[int, int], of_layer: tuple[int, ...], num_layers: int, least: float
-) -> tuple[float, ...]:
+def _buckets(tensors: tuple[int, ...], least: float) -> tuple[float, ...]:
     sizes, filling = [], 0.0
-    for size in (ends[0], *of_layer[::-1] * num_layers, ends[1]):
+    for size in tensors:
         filling += size
         if filling >= least:
             sizes.append(filling)

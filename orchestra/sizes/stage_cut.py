@@ -11,7 +11,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from conf.schema import Config, ModelConfig, Recompute
-from orchestra.sizes.flops import attention_width, num_active_layer_parameters
+from orchestra.sizes.flops import core_width, num_active_layer_parameters
 from orchestra.sizes.pipeline_schedule import PipelineShape, pipeline_shape
 from orchestra.sizes.topology import listed
 
@@ -64,7 +64,7 @@ def cut_layers(model: ModelConfig, seq_len: int, recompute: Recompute, num_stage
 
 def _layer_flops(model: ModelConfig, seq_len: int, recompute: Recompute) -> float:
     """Return what a layer takes of a token, in operations of matrix products: attention is causal."""
-    attention = 2 * attention_width(model) * seq_len
+    attention = 2 * core_width(model) * seq_len
     forward = 2 * num_active_layer_parameters(model) + attention
     again = {Recompute.none: 0, Recompute.selective: attention, Recompute.full: forward}[recompute]
     return 3 * forward + again + _FLOPS_PER_BYTE * _LAYER_BYTES * model.hidden_size

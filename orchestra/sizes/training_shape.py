@@ -6,6 +6,7 @@ adds the device, the network and the trainer.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -13,6 +14,7 @@ from conf.schema import (
     Config,
     ContextMethod,
     DType,
+    Family,
     ModelConfig,
     Offload,
     OptimConfig,
@@ -23,6 +25,14 @@ from conf.schema import (
     StateDType,
 )
 from orchestra.sizes.compilation import is_wanted
+from orchestra.sizes.flops import (
+    attention_width,
+    expert_width,
+    head_dim,
+    num_dense_layers,
+    value_width,
+    without_experts,
+)
 from orchestra.sizes.pipeline_schedule import PipelineShape, shape_of_pipeline
 from orchestra.sizes.stage_cut import cut_layers, ranges_of
 from orchestra.sizes.topology import Layout, batch_shape
@@ -46,6 +56,12 @@ class PipelineStage:
     has_head: bool
     chunks: tuple[range, ...] = ()
 
+    def num_of_first(self, count: int) -> int:
+        """Return how many of the model's first layers are among its own."""
+        if self.chunks:
+            return sum(number < count for layers in self.chunks for number in layers)
+        return min(count, self.num_layers) if self.index == 0 else 0
+
 
 def even_stages(num_layers: int, pp: int) -> tuple[PipelineStage, ...]:
     """Return `pp` stages of as many layers each as possible. Layers left over go to the middle: the ends have
@@ -62,6 +78,99 @@ def even_stages(num_layers: int, pp: int) -> tuple[PipelineStage, ...]:
         )
         for index in range(pp)
     )
+
+
+@dataclass(frozen=True)
+class RankParameters:
+    """Elements of one tensor-parallel rank, padding of a cut vocabulary counted: what stands before the
+    layers, each layer, and what stands after them. Experts are counted apart: other ranks share them.
+
+    `of_experts` are those that the rank has of each layer, but for the first `num_dense` ones: these have
+    `of_dense` instead of `of_layer`.
+    """
+
+    before: int
+    layer: int
+    after: int
+    # The single tensors of a layer, in the model's order.
+    of_layer: tuple[int, ...]
+    of_experts: tuple[int, ...] = ()
+    of_dense: tuple[int, ...] = ()
+    num_dense: int = 0
+
+    def of(self, stage: PipelineStage) -> int:
+        """Return the elements of a pipeline stage, experts left out."""
+        ends = self.before * stage.has_embedding + self.after * stage.has_head
+        return ends + sum(map(sum, self.layers_of(stage)))
+
+    def experts_of(self, stage: PipelineStage) -> int:
+        """Return the elements of experts of a pipeline stage."""
+        return self.num_mixtures_of(stage) * sum(self.of_experts)
+
+    def num_mixtures_of(self, stage: PipelineStage) -> int:
+        """Return how many layers of a stage have experts."""
+        return stage.num_layers - stage.num_of_first(self.num_dense) if self.of_experts else 0
+
+    def layers_of(self, stage: PipelineStage) -> tuple[tuple[int, ...], ...]:
+        """Return the tensors of each layer of a stage, in the model's order, experts left out."""
+        num_dense = stage.num_of_first(self.num_dense)
+        return (self.of_dense,) * num_dense + (self.of_layer,) * (stage.num_layers - num_dense)
+
+
+def rank_parameters(
+    model: ModelConfig, tp: int, ep: int = 1, *, has_both_ends: bool = True
+) -> RankParameters:
+    """Return what one of `tp` ranks has, and of `ep` that share out experts: heads, inner width and words are
+    cut, norms, latents, routers and the biases of sums are whole, and a rank has at least one key-value head.
+    A tied table stands once where both ends are on one stage.
+    """
+    hidden = model.hidden_size
+    table = math.ceil(model.vocab_size / tp) * hidden
+    norm = (hidden, hidden) if model.family is Family.gpt else (hidden,)
+    positions = model.max_position_embeddings * hidden if model.family is Family.gpt else 0
+    tensors = (*norm, *_attention_tensors(model, tp), *norm, *_feed_forward_tensors(model, tp))
+    if model.block_parameters is not None:
+        tensors = (model.block_parameters // model.num_hidden_layers,)
+    head = 0 if model.tie_word_embeddings and has_both_ends else table
+    dense = without_experts(model)
+    num_dense = num_dense_layers(model)
+    of_dense = (*norm, *_attention_tensors(model, tp), *norm, *_feed_forward_tensors(dense, tp))
+    expert = math.ceil(model.num_experts / ep) * hidden * math.ceil(expert_width(model) / tp)
+    return RankParameters(
+        before=table + positions,
+        layer=sum(tensors),
+        after=sum(norm) + head,
+        of_layer=tensors,
+        of_experts=(expert,) * 3 if model.num_experts else (),
+        of_dense=of_dense if num_dense else (),
+        num_dense=num_dense,
+    )
+
+
+def _attention_tensors(model: ModelConfig, tp: int) -> tuple[int, ...]:
+    hidden, query = model.hidden_size, attention_width(model) // tp
+    if model.kv_lora_rank is not None:
+        latent, rank = model.kv_lora_rank, model.q_lora_rank
+        queries = (hidden * query,) if rank is None else (hidden * rank, rank, rank * query)
+        both = model.num_attention_heads // tp * (model.qk_nope_head_dim + model.v_head_dim)
+        keys = (hidden * (latent + model.qk_rope_head_dim), latent, latent * both)
+        return (*queries, *keys, value_width(model) // tp * hidden)
+    kv = head_dim(model) * max(model.num_key_value_heads // tp, 1)
+    if model.family is Family.gpt:
+        return (hidden * query, query, hidden * kv, kv, hidden * kv, kv, hidden * query, hidden)
+    matrices = (hidden * query, hidden * kv, hidden * kv, hidden * query)
+    return matrices + ((head_dim(model),) * 2 if model.qk_norm else ())
+
+
+def _feed_forward_tensors(model: ModelConfig, tp: int) -> tuple[int, ...]:
+    """What every rank has of a feed-forward or a mixture: of the latter router and shared expert."""
+    hidden, wide = model.hidden_size, math.ceil(model.intermediate_size / tp)
+    if model.family is Family.gpt:
+        return (hidden * wide, wide, hidden * wide, hidden)
+    if not model.num_experts:
+        return (hidden * wide,) * 3
+    shared = model.shared_expert_intermediate_size
+    return (model.num_experts * hidden, *((hidden * math.ceil(shared / tp),) * 3 if shared else ()))
 
 
 @dataclass(frozen=True)
@@ -151,6 +260,11 @@ class TrainingShape:
         return MicroBatchTokens(
             self.micro_batch_size, self.seq_len / layout.cp, layout.tp, self.sequence_parallel, width
         )
+
+    @property
+    def num_expert_shards(self) -> int:
+        """Ranks that share ZeRO's part of the same experts."""
+        return max(1, self.num_shards // self.layout.ep)
 
     @property
     def gathers_fp8(self) -> bool:

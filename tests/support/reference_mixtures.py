@@ -81,6 +81,7 @@ def reference_mixture(model: ModelConfig) -> nn.Module:
             "num_experts": model.num_experts,
             "moe_intermediate_size": model.moe_intermediate_size,
             "norm_topk_prob": model.norm_topk_prob,
+            "mlp_only_layers": list(range(model.first_k_dense_replace)),
         }
         return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**values)).eval()
     values |= {"num_local_experts": model.num_experts}

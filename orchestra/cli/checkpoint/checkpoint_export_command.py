@@ -47,7 +47,7 @@ The tokenizer.json that packed the data goes along where it lies beside the toke
 
 def add_arguments(parser: ArgumentParser) -> None:
     add_run_arguments(parser, step_help="default: the newest that is intact")
-    parser.add_argument("--format", choices=["hf"], default="hf", help="hf: Hugging Face Llama (default)")
+    parser.add_argument("--format", choices=["hf"], default="hf", help="hf: Hugging Face (default)")
     parser.add_argument("--to", required=True, metavar="FOLDER", help="a new or empty folder")
     parser.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], default="fp32", help="default: fp32")
     parser.add_argument(

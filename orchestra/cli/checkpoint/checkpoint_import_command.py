@@ -10,11 +10,13 @@ import json
 import shlex
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestra.cli.text import figures
 from orchestra.errors import EXIT_DONE, ConfigError
+from orchestra.sizes.flops import expert_width
 
 if TYPE_CHECKING:
     from orchestra.huggingface.folder import Folder
@@ -22,8 +24,9 @@ if TYPE_CHECKING:
 _TOKENIZER = "tokenizer.json"
 _HUGGING_FACE, _DCP = "hf", "dcp"
 _EXPLAINED = """\
-FOLDER holds config.json and *.safetensors of a Llama, as `transformers` and `orchestra checkpoint export`
-write them; a fsspec URL works too. Pickled weights (*.bin) are refused.
+FOLDER holds config.json and *.safetensors of a Llama, Mixtral, Qwen3, Qwen3-MoE or DeepSeek-V3, as
+`transformers` and `orchestra checkpoint export` write them; a fsspec URL works too. Pickled weights (*.bin)
+are refused.
 Nothing is copied: the run reads the weights from FOLDER when it starts (model.init_from).
 
   orchestra checkpoint import --from dcp FOLDER TARGET
@@ -38,7 +41,7 @@ nothing.
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="FOLDER", help="a Llama's; with --from dcp a checkpoint's")
+    parser.add_argument("folder", metavar="FOLDER", help="a model's; with --from dcp a checkpoint's")
     parser.add_argument("rest", nargs="*", metavar="TARGET [model=…]", help="with --from dcp: what to write")
     parser.add_argument(
         "--from", dest="source", choices=[_HUGGING_FACE, _DCP], default=_HUGGING_FACE, help="default: hf"
@@ -121,7 +124,7 @@ def _print_loop(record: dict[str, Any]) -> None:
 
 def _record(folder: Folder, overrides: Sequence[str]) -> dict[str, Any]:
     model = dataclasses.asdict(folder.model)
-    model["family"] = folder.model.family.name
+    model |= {key: value.name for key, value in model.items() if isinstance(value, Enum)}
     return {
         "folder": folder.place,
         "model": model,
@@ -142,13 +145,20 @@ def tokenizer_file(folder: Folder) -> str | None:
 
 
 def _print(folder: Folder, overrides: Sequence[str]) -> None:
+    from orchestra.huggingface.config_json import architecture_of
+
     model, manifest = folder.model, folder.manifest
     print(folder.place)
     print(
-        f"Llama: {model.num_hidden_layers} layers, hidden {model.hidden_size:,}, "
+        f"{architecture_of(model).title}: {model.num_hidden_layers} layers, hidden {model.hidden_size:,}, "
         f"{model.num_attention_heads} heads ({model.num_key_value_heads} key-value), "
         f"vocabulary {model.vocab_size:,}"
     )
+    if model.num_experts:
+        print(
+            f"{model.num_experts} experts of width {expert_width(model):,}, of which a token goes through "
+            f"{model.num_experts_per_tok}"
+        )
     size = figures.quantity(float(manifest.num_bytes))
     types = ", ".join(folder.dtypes)
     print(f"{folder.num_parameters:,} parameters in {len(manifest.tensors)} tensors ({types})")

@@ -38,6 +38,8 @@ def save(place: str | Path, built: Transformer, step: int = 10, **state: Any) ->
     shards = [whole("optimizer.exp_avg.norm.weight", torch.zeros(3))]
     for name, parameter in built.named_parameters():
         shards += _cut(f"model.{name}", parameter.detach())
+    biases = {name: buffer for name, buffer in built.named_buffers() if name.endswith("_bias")}
+    shards += [whole(f"model.{name}", bias) for name, bias in biases.items()]
     checkpointer.save(step, shards, state)
     checkpointer.wait()
     return checkpointer.manifest(step)
@@ -53,18 +55,20 @@ def flip(place: str | Path, step: int, tensor: str = "model.norm.weight") -> Non
 
 
 def _cut(name: str, tensor: Tensor) -> Iterator[Shard]:
-    """Cut matrices as tensor parallelism does: some by rows, some by columns, one into four unequal boxes."""
-    row, column = (0, tensor.shape[0]), (0, tensor.shape[-1])
+    """Cut matrices as tensor parallelism does: some by rows, some by columns, one into four unequal boxes;
+    and stacked experts between experts and inside of them.
+    """
+    row, column = (0, tensor.shape[0]), (0, tensor.shape[min(1, tensor.dim() - 1)])
     rows, columns = [row], [column]
     if name.endswith(("q_proj.weight", "embed_tokens.weight")):
         rows = _halves(*row, 0.4)
     elif name.endswith(("o_proj.weight", "down_proj.weight")):
         columns = _halves(*column, 0.7)
-    elif name.endswith("up_proj.weight"):
+    elif name.endswith(("up_proj.weight", "experts.up_proj", "experts.down_proj")):
         rows, columns = _halves(*row, 0.3), _halves(*column, 0.6)
     for (top, bottom), (left, right) in itertools.product(rows, columns):
-        part = tensor[top:bottom, left:right] if tensor.dim() == 2 else tensor
-        yield Shard(name, tuple(tensor.shape), (top, left)[: tensor.dim()], part.contiguous())
+        part = tensor[top:bottom, left:right] if tensor.dim() > 1 else tensor
+        yield Shard(name, tuple(tensor.shape), (top, left, 0)[: tensor.dim()], part.contiguous())
 
 
 def _halves(begin: int, end: int, share: float) -> list[tuple[int, int]]:

@@ -30,7 +30,8 @@ from orchestra.huggingface.export import (
     stored,
     write_export,
 )
-from orchestra.huggingface.folder import INDEX, differences, open_folder, parameter_shapes
+from orchestra.huggingface.folder import INDEX, differences, open_folder
+from orchestra.huggingface.hub_names import parameter_shapes
 from tests.support.reference_llama import MODELS, SCALED, small
 
 TOKENS = torch.arange(2 * 40).reshape(2, 40) * 7 % 97

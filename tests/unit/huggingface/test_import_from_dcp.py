@@ -14,7 +14,8 @@ from torch import Tensor
 from conf.schema import ModelConfig
 from orchestra.config.keys import shown
 from orchestra.errors import DataError
-from orchestra.huggingface.folder import hugging_face_name, open_folder
+from orchestra.huggingface.folder import open_folder
+from orchestra.huggingface.hub_names import hugging_face_name
 from orchestra.huggingface.llama_names import renames
 from tests.support.command_line import CommandLine, orchestra
 from tests.support.reference_llama import small

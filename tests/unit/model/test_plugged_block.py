@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from conf.schema import Config, ModelConfig, PrecisionConfig, PrecisionName, TrainConfig
 from orchestra.errors import DataError
-from orchestra.huggingface.llama_config import config_document
+from orchestra.huggingface.config_json import config_document
 from orchestra.model.transformer import Transformer, fill_initial_values
 from orchestra.sizes.flops import model_flops_per_token, num_layer_parameters, num_parameters, tensor_splits
 from orchestra.train.build import meta_model

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from conf.schema import Family, ModelConfig, Recompute
+from orchestra.config.compose import compose
+from orchestra.config.machine import Situation
 from orchestra.model.transformer import Transformer
 from orchestra.sizes import flops
+from tests.support.reference_mixtures import DEEPSEEK_V3, MIXTRAL, QWEN3, QWEN3_MOE
 
 
 def llama(
@@ -50,6 +55,11 @@ LLAMA3_405B = llama(16384, 53248, 126, 128, 8, 128256)
         ModelConfig(tie_word_embeddings=True, head_dim=32),
         gpt(2, 64, 4, vocab=96, positions=32),
         ModelConfig(family=Family.gpt, num_key_value_heads=2, max_position_embeddings=64),
+        MIXTRAL,
+        QWEN3,
+        replace(QWEN3_MOE, tie_word_embeddings=True),
+        replace(DEEPSEEK_V3, first_k_dense_replace=0),
+        replace(DEEPSEEK_V3, first_k_dense_replace=0, q_lora_rank=None),
     ],
 )
 def test_counts_are_those_of_the_model_that_is_built(model: ModelConfig) -> None:
@@ -61,6 +71,39 @@ def test_counts_are_those_of_the_model_that_is_built(model: ModelConfig) -> None
     assert flops.num_embedding_parameters(model) == sum(table.numel() for table in looked_up)
     in_a_layer = sum(parameter.numel() for parameter in built.layers[0].parameters())
     assert flops.num_layer_parameters(model) == in_a_layer
+
+
+def test_first_layers_without_experts_are_counted_as_they_are_built() -> None:
+    with torch.device("meta"):
+        built = Transformer(DEEPSEEK_V3)
+    assert flops.num_parameters(DEEPSEEK_V3) == sum(parameter.numel() for parameter in built.parameters())
+    experts = [parameter.numel() for name, parameter in built.named_parameters() if ".experts." in name]
+    idle = (
+        sum(experts) // DEEPSEEK_V3.num_experts * (DEEPSEEK_V3.num_experts - DEEPSEEK_V3.num_experts_per_tok)
+    )
+    assert flops.num_active_parameters(DEEPSEEK_V3) == flops.num_parameters(DEEPSEEK_V3) - idle
+
+
+def test_attention_whose_values_are_narrower_costs_less() -> None:
+    """Scores over 12 numbers a head and sums of 10: 2·12·s and 2·10·s a token forward."""
+    seq_len, heads, layers = 4096, DEEPSEEK_V3.num_attention_heads, DEEPSEEK_V3.num_hidden_layers
+    multiplied = flops.num_active_parameters(DEEPSEEK_V3) - flops.num_embedding_parameters(DEEPSEEK_V3)
+    attention = 3 * layers * heads * 2 * (12 + 10) * seq_len
+    assert flops.model_flops_per_token(DEEPSEEK_V3, seq_len) == 6 * multiplied + attention
+
+
+@pytest.mark.parametrize(
+    ("preset", "total", "active"),
+    [("mixtral_8x7b", 46.7, 12.9), ("qwen3_30b_a3b", 30.5, 3.3), ("deepseek_v3", 671, 37)],
+)
+def test_mixtures_have_the_published_parameters_total_and_active(
+    preset: str, total: float, active: float
+) -> None:
+    """arXiv:2401.04088, arXiv:2505.09388, arXiv:2412.19437: their digits, of which the last is rounded."""
+    model = compose([f"model={preset}"], Situation("plan", num_gpus=8)).config.model
+    digit = 1.0 if total > 100 else 0.1
+    assert flops.num_parameters(model) / 1e9 == pytest.approx(total, abs=digit / 2)
+    assert flops.num_active_parameters(model) / 1e9 == pytest.approx(active, abs=digit)
 
 
 def test_parameters_of_narayanan_table_1() -> None:

@@ -11,7 +11,8 @@ from orchestra.config.compose import compose
 from orchestra.config.machine import Situation
 from orchestra.config.preset_files import Tree, own_folder
 from orchestra.plan.assemble import case_of
-from orchestra.sizes.memory import RankBytes, rank_bytes, rank_parameters
+from orchestra.sizes.memory import RankBytes, rank_bytes
+from orchestra.sizes.training_shape import rank_parameters
 from orchestra.train.dry_build import ExactBytes, exact_bytes
 
 RANKS = 8
@@ -143,6 +144,37 @@ def test_closed_forms_meet_the_count_where_steps_are_computed_again(
 )
 def test_closed_forms_meet_the_count_on_cpus_too(choice: tuple[str, ...]) -> None:
     assert_alike(*both(*LAYERS, *choice, as_gpu=False))
+
+
+# Mixtures: with norms of heads, and with latents, a shared expert and a first layer without any.
+QWEN3_MOE = (
+    *("model=qwen3_30b_a3b", "model.num_hidden_layers=2", "model.num_experts=16", "model.vocab_size=2048"),
+    *LAYERS[3:],
+)
+DEEPSEEK_V3 = (
+    *("model=deepseek_v3", "model.num_hidden_layers=3", "model.first_k_dense_replace=1"),
+    *("model.num_experts=16", "model.n_group=4", "model.topk_group=2", "model.hidden_size=1024"),
+    *("model.num_attention_heads=16", "model.num_key_value_heads=16", "model.intermediate_size=2560"),
+    *("model.moe_intermediate_size=512", "model.shared_expert_intermediate_size=512"),
+    *("model.q_lora_rank=384", "model.vocab_size=2048", *LAYERS[3:]),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [QWEN3_MOE, DEEPSEEK_V3], ids=["qwen3-moe", "deepseek-v3"])
+@pytest.mark.parametrize(
+    "choice",
+    [
+        ("precision=fp32",),
+        ("precision=bf16", "parallelism=zero1"),
+        ("precision=bf16", "parallelism=zero3"),
+        ("precision=bf16", "train.recompute=selective"),
+        ("precision=bf16", "train.recompute=full"),
+    ],
+    ids=" ".join,
+)
+def test_closed_forms_meet_the_count_of_mixtures(model: tuple[str, ...], choice: tuple[str, ...]) -> None:
+    assert_alike(*both(*model, *choice, as_gpu=False))
 
 
 def test_a_second_step_of_zero_2_keeps_what_the_first_one_made() -> None:
