@@ -10,12 +10,14 @@ from argparse import ArgumentParser, Namespace
 from orchestra.cli.hydra_options import add_hydra_options, answered
 from orchestra.cli.plan import (
     Mode,
+    check_target,
     exact_mode,
     explain_mode,
     file_modes,
     goodput_mode,
     one_layout,
     option_of,
+    path_argument,
     scan_mode,
     search_mode,
     tokens_mode,
@@ -43,6 +45,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="overrides", help="KEY=VALUE or GROUP=NAME")
     parser.add_argument("--framework", metavar="NAME", help="whose kernels and habits (default: orchestra)")
     parser.add_argument("--json", action="store_true", help="print one JSON object, in bytes and seconds")
+    parser.add_argument(
+        "--report", type=path_argument, metavar="FILE", help="draw it, or a --search, on an HTML page as well"
+    )
     add_hydra_options(parser)
     for mode in MODES:
         mode.add_arguments(parser)
@@ -65,6 +70,10 @@ def run(arguments: Namespace) -> int:
         if _is_given(arguments, name) and name not in taken:
             takers = " or ".join(option_of(mode.name) for mode in MODES if name in mode.options)
             raise ConfigError(f"{option_of(name)} belongs to {takers}; leave it out or add that")
+    if arguments.report is not None:
+        if asked and asked[0] is not search_mode.MODE:
+            raise ConfigError(f"--report draws one layout or a --search, not {option_of(asked[0].name)}")
+        check_target("--report", arguments.report)
     return asked[0].run(arguments) if asked else one_layout.run(arguments)
 
 

@@ -165,6 +165,23 @@ def test_a_sweep_is_sorted_and_filtered_by_keys(browser: Browser, tmp_path: Path
     assert texts(browser, "#members [role=status]") == [f"{len(wanted)} of 120 rows"]
 
 
+def test_plans_are_drawn_without_a_run(browser: Browser, tmp_path: Path) -> None:
+    overrides = ("model=llama3_8b", "cluster.nodes=2", "parallelism=zero3", "train.global_batch_size=64")
+    said = orchestra(tmp_path, "plan", *overrides, "--json", "--report", "one.html")
+    assert_sound(browser, tmp_path / "one.html")
+    plan = json.loads(said.stdout)
+    assert data_of(tmp_path / "one.html")["plan"] == plan
+    total = browser.value("document.querySelector('#memory [role=img]').getAttribute('aria-label')")
+    assert f"in all {plan['peak_memory_bytes'] / 2**30:.1f} GiB" in total
+    orchestra(tmp_path, "plan", *overrides, "--search", "--report", "search.html")
+    assert_sound(browser, tmp_path / "search.html")
+    found = data_of(tmp_path / "search.html")["plan"]
+    assert len(texts(browser, "#pareto tbody tr")) == len(found["pareto"]) > 1
+    assert len(texts(browser, "#pareto circle")) == len(found["pareto"])
+    refused = orchestra(tmp_path, "plan", *overrides, "--script", "--report", "x.html", code=2)
+    assert "--report draws one layout or a --search, not --script" in refused.stderr
+
+
 def test_runs_side_by_side_and_runs_that_never_started(browser: Browser, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     long_run(runs, steps=400, nodes=1, slow=(3, 1.2))

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from conf.schema import Config
+from orchestra import __version__
 from orchestra.config.compose import compose
 from orchestra.config.machine import Situation
 from orchestra.errors import ConfigError
 from orchestra.plan.assemble import case_of, for_planning
 from orchestra.plan.case import PlanCase
 from orchestra.plan.frameworks import OWN
+from orchestra.report.page.html_page import html_page
+from orchestra.run.files import write_atomically
 
 
 @dataclass(frozen=True)
@@ -60,8 +64,11 @@ def refuse_configuration(option: str, source: str, arguments: Namespace, *others
 def print_result(
     arguments: Namespace, facts: Callable[[], object], lines: Callable[[], Iterable[str]]
 ) -> None:
-    """Print one JSON object with --json, else the lines for people."""
+    """Print one JSON object with --json, else the lines for people; with --report draw the object too."""
     print(json.dumps(facts(), indent=2) if arguments.json else "\n".join(lines()))
+    if arguments.report is not None:
+        data = {"plan": facts(), "made": time.time(), "orchestra": __version__}
+        write_atomically(arguments.report, html_page("orchestra plan", data), is_synced=False)
 
 
 def path_argument(text: str) -> Path:

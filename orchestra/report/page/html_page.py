@@ -19,7 +19,7 @@ from orchestra.run.files import Record, finite_or_null
 _ASSETS = Path(__file__).parent / "assets"
 _STYLE = "page.css"
 # In the order in which they are read: each uses those before it.
-_SCRIPTS = ("dom.js", "plots.js", "tables.js", "run.js", "sweep.js", "page.js")
+_SCRIPTS = ("dom.js", "plots.js", "tables.js", "run.js", "sweep.js", "plan.js", "page.js")
 _ICON = "data:,"
 
 
