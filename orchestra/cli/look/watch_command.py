@@ -98,9 +98,7 @@ def run(arguments: Namespace) -> int:
     """Look once or until all have ended; return the exit code."""
     file = arguments.prometheus
     if file is not None and file.suffix != ".prom":
-        raise ConfigError(
-            f"--prometheus {arguments.prometheus}: node_exporter reads names that end with .prom"
-        )
+        raise ConfigError(f"--prometheus {file}: node_exporter reads files that end with .prom")
     if arguments.every <= 0:
         raise ConfigError(f"--every {arguments.every:g}: expected seconds above 0")
     targets = list(dict.fromkeys(resolve_target(text, arguments.dir) for text in arguments.runs))

@@ -89,7 +89,7 @@ def test_once_prints_all_that_is_wrong_each_time(orchestra: CommandLine, first: 
     for _ in range(2):
         said = orchestra("watch", "first", "--once", code=EXIT_ALERT).out
         assert "ALERT first: stall, since " in said
-        assert "step 30 was its last row 3600 s ago; rows came every 1 s" in said
+        assert re.search(r"step 30 was its last row 36\d\d s ago; rows came every 1 s", said)
         assert "-> `orchestra logs first`" in said
         assert "cannot see first: silence: no node wrote" not in said
         assert "cannot see first: throughput: no plan to compare with" in said
