@@ -84,7 +84,7 @@ class Contestant:
         environment = {key: value for key, value in os.environ.items() if key != "GLIBC_TUNABLES"}
         if name in (OURS, DENSE):
             environment |= worker_environment(Config(), 1)
-        environment["OMP_NUM_THREADS"] = str(threads)
+        environment |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         self._process = subprocess.Popen(
             [sys.executable, *sys.argv, "--serve", name],
             env=environment,
