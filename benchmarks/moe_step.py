@@ -6,8 +6,9 @@
 
 Every contestant has a process of its own, ours with the environment that `orchestra run` gives its workers.
 They take one step in turn, round after round; ratios are medians over rounds, each against the same round of
-ours. Transformers' are MixtralSparseMoeBlock and MixtralForCausalLM with each implementation of experts that
-a CPU has room for, in a bare loop with torch's fused AdamW where there are layers.
+ours, of wall time and of processor time, which other work on the machine disturbs less. Transformers' are
+MixtralSparseMoeBlock and MixtralForCausalLM with each implementation of experts that a CPU has room for, in a
+bare loop with torch's fused AdamW where there are layers.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ def main() -> int:
         serve(arguments)
         return 0
     names = [OURS, DENSE, *THEIRS]
-    started = {name: Contestant(name) for name in names}
-    times: dict[str, list[float]] = {name: [] for name in names}
+    started = {name: Contestant(name, arguments.threads) for name in names}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     try:
         for number in range(arguments.repeats + WARMUP_ROUNDS):
             for name, contestant in started.items():
-                seconds = contestant.step()
+                taken = contestant.step()
                 if number >= WARMUP_ROUNDS:
-                    times[name].append(seconds)
+                    times[name].append(taken)
     finally:
         for contestant in started.values():
             contestant.close()
@@ -67,6 +68,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, default=512)
     parser.add_argument("--precision", default="fp32", choices=["fp32", "bf16"])
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--serve", help=argparse.SUPPRESS)  # in the processes that this script starts
     return parser.parse_args()
@@ -75,14 +77,14 @@ def parsed() -> argparse.Namespace:
 class Contestant:
     """A process that does a step when it is told to."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, threads: int) -> None:
         from conf.schema import Config
         from orchestra.submit.launch import worker_environment
 
         environment = {key: value for key, value in os.environ.items() if key != "GLIBC_TUNABLES"}
-        environment["OMP_NUM_THREADS"] = str(os.cpu_count() or 1)
         if name in (OURS, DENSE):
             environment |= worker_environment(Config(), 1)
+        environment["OMP_NUM_THREADS"] = str(threads)
         self._process = subprocess.Popen(
             [sys.executable, *sys.argv, "--serve", name],
             env=environment,
@@ -92,12 +94,13 @@ class Contestant:
         )
         self.facts = json.loads(self._line())
 
-    def step(self) -> float:
-        """Let it do one step; return its seconds."""
+    def step(self) -> tuple[float, float]:
+        """Let it do one step; return its seconds, by the clock and of the processor."""
         assert self._process.stdin is not None
         self._process.stdin.write("step\n")
         self._process.stdin.flush()
-        return float(self._line())
+        wall_s, processor_s = map(float, self._line().split())
+        return wall_s, processor_s
 
     def _line(self) -> str:
         assert self._process.stdout is not None
@@ -120,9 +123,9 @@ def serve(arguments: argparse.Namespace) -> None:
     facts = {"torch": torch.__version__, "transformers": transformers.__version__}
     print(json.dumps({**facts, "threads": torch.get_num_threads()}), flush=True)
     for _ in sys.stdin:
-        began = time.perf_counter()
+        began, began_processor = time.perf_counter(), time.process_time()
         step()
-        print(time.perf_counter() - began, flush=True)
+        print(time.perf_counter() - began, time.process_time() - began_processor, flush=True)
 
 
 def config_of(arguments: argparse.Namespace) -> Any:
@@ -245,28 +248,32 @@ def model_step(arguments: argparse.Namespace) -> Callable[[], object]:
     return step_of_theirs
 
 
-def report(arguments: argparse.Namespace, facts: dict[str, Any], times: dict[str, list[float]]) -> None:
-    rows = {
-        name: {
-            "median_s": statistics.median(values),
-            "min_s": min(values),
-            "ours_is_faster_by": statistics.median(
-                theirs / mine for theirs, mine in zip(values, times[OURS], strict=True)
-            ),
+def report(
+    arguments: argparse.Namespace, facts: dict[str, Any], times: dict[str, list[tuple[float, float]]]
+) -> None:
+    rows = {}
+    for name, taken in times.items():
+        pairs = list(zip(taken, times[OURS], strict=True))
+        rows[name] = {
+            "median_s": statistics.median(wall for wall, _ in taken),
+            "processor_s": statistics.median(processor for _, processor in taken),
+            "ours_is_faster_by": statistics.median(theirs[0] / mine[0] for theirs, mine in pairs),
+            "in_processor_time": statistics.median(theirs[1] / mine[1] for theirs, mine in pairs),
         }
-        for name, values in times.items()
-    }
-    header = {
-        **facts,
-        **{key: value for key, value in vars(arguments).items() if key not in ("serve", "json")},
-    }
+    hidden = ("serve", "json")
+    header = {**facts, **{key: value for key, value in vars(arguments).items() if key not in hidden}}
     if arguments.json:
         print(json.dumps({**header, "rows": rows}, indent=1))
         return
     print("  ".join(f"{key}={value}" for key, value in header.items()))
-    print(f"{'contestant':36} {'median s':>9} {'min s':>8} {'ours is faster by':>18}")
+    print(
+        f"{'contestant':36} {'median s':>9} {'processor s':>12} {'ours is faster by':>18} {'processor':>10}"
+    )
     for name, row in rows.items():
-        print(f"{name:36} {row['median_s']:9.4f} {row['min_s']:8.4f} {row['ours_is_faster_by']:17.2f}x")
+        print(
+            f"{name:36} {row['median_s']:9.4f} {row['processor_s']:12.4f} {row['ours_is_faster_by']:17.2f}x "
+            f"{row['in_processor_time']:9.2f}x"
+        )
 
 
 if __name__ == "__main__":

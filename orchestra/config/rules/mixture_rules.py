@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from conf.schema import Config, Family, MoeBalance, Offload, PrecisionName
@@ -75,21 +74,6 @@ def rule_expert_groups(config: Config, _: Situation) -> Iterator[str]:
 
 def rule_expert_balance(config: Config, _: Situation) -> Iterator[str]:
     model = config.model
-    rates = {
-        "moe_bias_update_rate": model.moe_bias_update_rate,
-        "moe_capacity_factor": model.moe_capacity_factor,
-        "routed_scaling_factor": model.routed_scaling_factor,
-    }
-    for key, value in rates.items():
-        if value is not None and not (math.isfinite(value) and value > 0):
-            yield f"model.{key}={value} is not a positive number; use one above 0"
-    coefficients = {
-        "router_aux_loss_coef": model.router_aux_loss_coef,
-        "router_z_loss_coef": model.router_z_loss_coef,
-    }
-    for key, value in coefficients.items():
-        if value is not None and not (math.isfinite(value) and value >= 0):
-            yield f"model.{key}={value} is not a number of at least 0; use 0 or more"
     coef = model.router_aux_loss_coef
     if model.moe_balance is MoeBalance.none and coef:
         yield (

@@ -116,6 +116,9 @@ _POSITIVE = (
     "model.rope_scaling.high_freq_factor",
     "model.norm_eps",
     "model.init_std",
+    "model.routed_scaling_factor",
+    "model.moe_bias_update_rate",
+    "model.moe_capacity_factor",
     "parallelism.bucket_mib",
     "optim.lr",
     "optim.eps",
@@ -137,6 +140,8 @@ _POSITIVE = (
 )
 # Numbers that must be finite and may be zero.
 _NOT_NEGATIVE = (
+    "model.router_aux_loss_coef",
+    "model.router_z_loss_coef",
     "optim.min_lr",
     "optim.weight_decay",
     "optim.state_bytes_per_parameter",
