@@ -59,7 +59,8 @@ class LayerActivations:
     """One layer's activations on one rank, for a micro-batch of `num_sequences` × `seq_len` tokens.
 
     With `cp` ranks to a sequence `seq_len` is the part of one; `exchanges_heads`: by `cp_method=ulysses`.
-    `has_kernels`: of experts, products over all of them at once.
+    `has_kernels`: of experts, products over all of them at once, and for latent attention one that keeps no
+    scores, which no CPU has.
     """
 
     model: ModelConfig
@@ -84,6 +85,8 @@ class LayerActivations:
         if kind is Recompute.selective:
             statistics = float(self.model.num_experts)
         each = elements[kind] * self.element_bytes + statistics * _STATISTIC_BYTES
+        if self.model.kv_lora_rank is not None and not self.has_kernels:
+            each += self._scores_bytes(kind)
         return round(self.num_sequences * self.seq_len * each)
 
     def recomputed_flops(self, kind: Recompute) -> int:
@@ -179,6 +182,20 @@ class LayerActivations:
         if model.kv_lora_rank is not None:
             heads += 1 + (model.q_lora_rank is not None)
         return norms + heads + (self._of_router if model.num_experts else 0.0)
+
+    def _scores_bytes(self, kind: Recompute) -> float:
+        """What attention without a kernel keeps in fp32: scores, and of narrower types queries, keys and
+        values, these apart from what they are parts of; of its products alone scores and output.
+        """
+        model, width = self.model, self.element_bytes
+        heads = model.num_attention_heads / self.tp
+        scores = heads * self.seq_len * self.cp * _STATISTIC_BYTES
+        if kind is not Recompute.none:
+            out = value_width(model) / self.tp * _STATISTIC_BYTES
+            return scores + out if kind is Recompute.selective else 0.0
+        inputs = attention_width(model) / self.tp * (1 + self.cp) + value_width(model) / self.tp * self.cp
+        apart = heads * model.qk_nope_head_dim * self.cp * width
+        return scores + inputs * (_STATISTIC_BYTES - width) - apart
 
     @property
     def _of_router(self) -> float:

@@ -545,9 +545,9 @@ def _gathered(shape: TrainingShape, parts: RankParameters, stage: PipelineStage)
     them alone, and one that both ends share.
     """
     ends = max(parts.before * stage.has_embedding, parts.after * stage.has_head)
-    layers = sorted(map(sum, parts.layers_of(stage)))
-    # Layers take turns: each buffer is as large as the largest of its own.
-    own = 2 * layers[-1] if len(layers) > 1 else sum(layers)
+    layers = [sum(tensors) for tensors in parts.layers_of(stage)[::-1]]
+    # Layers take turns, from the model's end on: each buffer is as large as the largest of its own.
+    own = max(layers[::2], default=0) + max(layers[1::2], default=0)
     is_shared = shape.num_expert_shards > 1
     experts = min(2, parts.num_mixtures_of(stage)) * sum(parts.of_experts) if is_shared else 0
     return own + experts + ends

@@ -167,7 +167,6 @@ DEEPSEEK_V3 = (
     [
         ("precision=fp32",),
         ("precision=bf16", "parallelism=zero1"),
-        ("precision=bf16", "parallelism=zero3"),
         ("precision=bf16", "train.recompute=selective"),
         ("precision=bf16", "train.recompute=full"),
     ],
