@@ -83,8 +83,8 @@ class HeldBytes:
 def dry_build(config: Config, world_size: int, rank: int = 0, *, with_step: bool = False) -> HeldBytes:
     """Build one rank of `world_size` ranks and count; with `with_step` take one step of one micro-batch too.
 
-    For a process that has joined no process group. Raises ConfigError where the degrees do not multiply out
-    or are of axes that the trainer does not have.
+    For a process that has joined no process group. Raises ConfigError where the degrees do not multiply
+    out.
     """
     with _one_of(world_size, rank, config) as mesh:
         training = build_training(config, mesh)
@@ -213,7 +213,7 @@ def exact_bytes(config: Config, world_size: int, rank: int = 0, *, as_gpu: bool 
     """Build one rank of `world_size` ranks, take two steps and count; `as_gpu`: as it would be on a GPU.
 
     For a process that has joined no process group. Raises ConfigError where the degrees do not multiply out,
-    are of axes that the trainer does not have, or a budget for activations is too small.
+    or a budget for activations is too small.
     """
     if as_gpu:
         # A GPU's attention needs no mask to stay inside of documents.

@@ -12,11 +12,10 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
-from conf.schema import Config, LauncherName, ModelConfig, Offload, ParallelismConfig
+from conf.schema import Config, LauncherName, Offload
 from orchestra.cli.plan import Mode, layout_words, print_result
 from orchestra.cli.text import figures
 from orchestra.config.compose import merge, said_twice, settled
@@ -24,8 +23,7 @@ from orchestra.config.compose import typed as typed_config
 from orchestra.config.keys import shown
 from orchestra.config.machine import Situation, world_size
 from orchestra.config.overrides import Checked, check_overrides
-from orchestra.config.rules.all_rules import TABLE, not_yet, problems_of
-from orchestra.config.rules.mixture_rules import rule_mixture_layout
+from orchestra.config.rules.all_rules import problems_of
 from orchestra.errors import EXIT_DONE, EXIT_FAILED, ConfigError
 from orchestra.plan.assemble import for_planning
 from orchestra.plan.case import PlanCase
@@ -35,7 +33,7 @@ from orchestra.plan.predict import Prediction, predict
 from orchestra.plan.search import SearchResult, remedies, search
 from orchestra.plan.space import DP_KEY, KEYS, Fixed, choice_of, other_schedules, space_of
 from orchestra.sizes.flops import num_active_parameters, num_parameters
-from orchestra.sizes.topology import Layout, global_batch_size, listed
+from orchestra.sizes.topology import global_batch_size
 
 _INDENT = " " * 8
 # Reasons given for a layout, and points of the curve of memory against speed.
@@ -219,9 +217,13 @@ def _best(request: SearchRequest, result: SearchResult) -> list[str]:
     lines.append("# orchestra's trainer cannot run this one yet; in full:")
     lines += [*command(request, best.case, "plan"), ""]
     if runs is None:
-        axes = listed([row.key.removeprefix("parallelism.") for row in TABLE if "parallelism" in row.key])
         none = "no layout that fits runs on orchestra's trainer today"
-        return [*lines, *_wrapped("today", f"{none}: all of them need {axes}")]
+        return [
+            *lines,
+            *_wrapped(
+                "today", f"{none}: all of them are pipelines, which do without replays and delayed scaling"
+            ),
+        ]
     share = figures.percent(1 - best.time.total / runs.time.total)
     loss = f"{share} less than the best, most by {main_loss(best, runs) or 'nothing'}"
     lines += [*_portrait("today", result, runs), *_wrapped("", loss), ""]
@@ -375,21 +377,9 @@ def _schedule_facts(best: Prediction) -> list[dict[str, Any]]:
 
 
 def runs_today(case: PlanCase) -> bool:
-    """Whether orchestra's trainer can run a layout: it uses nothing that the rules call not built, and no
-    pipeline with what `rule_in_pipeline` refuses.
-    """
+    """Whether orchestra's trainer runs a layout: it is no pipeline with what `rule_in_pipeline` refuses."""
     options = case.options
-    is_refused = options.replays or options.fp8_delayed_scaling
-    if case.layout.pp > 1 and is_refused:
-        return False
-    return _is_built(case.model, case.layout)
-
-
-@lru_cache(maxsize=4096)
-def _is_built(model: ModelConfig, mesh: Layout) -> bool:
-    axes = ParallelismConfig(dp=mesh.dp, tp=mesh.tp, pp=mesh.pp, cp=mesh.cp, ep=mesh.ep)
-    config, situation = Config(model=model, parallelism=axes), Situation("run")
-    return not any((*not_yet(config, situation), *rule_mixture_layout(config, situation)))
+    return case.layout.pp == 1 or not (options.replays or options.fp8_delayed_scaling)
 
 
 def overrides_of(request: SearchRequest, case: PlanCase) -> list[str]:

@@ -8,12 +8,9 @@ that no rule hides another.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from operator import attrgetter
 from types import ModuleType
 
 from conf.schema import Config
-from orchestra.config.keys import shown
 from orchestra.config.machine import Situation
 from orchestra.config.rules import (
     checkpoint_rules,
@@ -25,33 +22,6 @@ from orchestra.config.rules import (
     shape_rules,
     value_rules,
 )
-
-
-@dataclass(frozen=True)
-class NotYet:
-    """A number or choice of the configuration, the largest that is built, and the feature's name."""
-
-    key: str
-    most: int
-    feature: str
-
-
-# Who builds a feature deletes its row. The planner knows all of it; `run` and `submit` refuse it at once.
-TABLE: tuple[NotYet, ...] = ()
-
-
-def not_yet(config: Config, situation: Situation) -> Iterator[str]:
-    """Yield a sentence for each feature that is asked for and not built; nothing for the planner."""
-    if situation.verb == "plan":
-        return
-    for row in TABLE:
-        value = attrgetter(row.key)(config)
-        if value > row.most:
-            yield (
-                f"{row.key}={shown(value)}: orchestra's trainer does not have {row.feature} yet; use "
-                f"{row.key}={shown(row.most)}"
-            )
-
 
 Rule = Callable[[Config, Situation], Iterator[str]]
 
@@ -72,7 +42,7 @@ _MODULES = (
     recovery_rules,
     plugin_rules,
 )
-RULES: tuple[Rule, ...] = (*(rule for module in _MODULES for rule in _rules_of(module)), not_yet)
+RULES: tuple[Rule, ...] = tuple(rule for module in _MODULES for rule in _rules_of(module))
 
 
 def problems_of(config: Config, situation: Situation) -> list[str]:

@@ -355,5 +355,4 @@ ELSEWHERE = {
     "rule_launcher",
     # The cluster's own problems: test_site.
     "rule_cluster",
-    "not_yet",
 }

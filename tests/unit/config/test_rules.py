@@ -8,7 +8,6 @@ import shutil
 import typing
 from collections.abc import Sequence
 from dataclasses import replace
-from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from checkpointing.options import PHASES
 from conf.schema import Config, FaultPhase, OptimConfig, RunConfig, WandbConfig, WandbMode
 from orchestra.config.keys import known_keys
 from orchestra.config.machine import Situation, resolved, signature, this_machine, world_size
-from orchestra.config.rules import all_rules, value_rules
+from orchestra.config.rules import value_rules
 from orchestra.config.rules.all_rules import RULES, problems_of
 
 CPU = Situation("run", num_gpus=0)
@@ -148,14 +147,6 @@ def test_numbers_that_are_not_finite_or_negative_are_refused(name: str) -> None:
     for value in (-1.0, math.nan, math.inf, *([0.0] if name in value_rules._POSITIVE else [])):
         (problem,) = value_rules.rule_numbers(changed({name: value}), PLAN)
         assert problem.startswith(f"{name}={value} is not a ")
-
-
-@pytest.mark.parametrize("row", all_rules.TABLE, ids=lambda row: row.key)
-def test_what_is_not_built_is_refused_by_run_and_known_to_plan(row: all_rules.NotYet) -> None:
-    changes = {row.key: row.most + 1}
-    assert any(f"does not have {row.feature} yet" in problem for problem in broken(changes, CPU))
-    assert not any("does not have" in problem for problem in broken(changes, PLAN))
-    assert attrgetter(row.key)(Config()) <= row.most
 
 
 def test_faults_can_strike_in_every_phase_that_the_library_has() -> None:
