@@ -4,16 +4,20 @@ large run and of a sweep. Whether every plot is drawn, nothing is asked for, and
 
 from __future__ import annotations
 
+import http.client
 import json
 import re
+import signal
+import subprocess
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import ROOT, TINY, orchestra, run_of, train
+from commands import ROOT, TINY, environment, orchestra, run_of, train, words
 from support.browser import Browser
-from support.long_runs import long_run, long_sweep
+from support.long_runs import BEGAN, lines, long_run, long_sweep, row
 
 from orchestra.run.step_times import read_step_times
 
@@ -163,6 +167,35 @@ def test_a_sweep_is_sorted_and_filtered_by_keys(browser: Browser, tmp_path: Path
     assert wanted
     assert sorted(int(text) for text in texts(browser, "#members tbody th")) == wanted
     assert texts(browser, "#members [role=status]") == [f"{len(wanted)} of 120 rows"]
+
+
+def test_a_served_page_is_drawn_anew_for_whoever_knows_the_secret(tmp_path: Path) -> None:
+    run = long_run(tmp_path / "runs", steps=40, nodes=1)
+    command = words("report", "long", "--serve")
+    serving = subprocess.Popen(
+        command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert serving.stdout is not None
+    try:
+        address = serving.stdout.readline().strip()
+        port = int(address.split(":")[2].partition("/")[0])
+        first = urllib.request.urlopen(address).read().decode()
+        assert '"step":40' in first
+        assert 'http-equiv="refresh"' in first
+        lines(run.metrics, [row(step, BEGAN + step, 1) for step in range(21, 43)])
+        assert '"step":42' in urllib.request.urlopen(address).read().decode()
+        for path, host, status in (
+            ("/", "127.0.0.1", 404),
+            (address.rpartition(":")[2], "evil.example", 403),
+        ):
+            asking = http.client.HTTPConnection("127.0.0.1", port)
+            asking.request("GET", "/" + path.partition("/")[2], headers={"Host": host})
+            assert asking.getresponse().status == status
+            asking.close()
+    finally:
+        serving.send_signal(signal.SIGINT)
+        serving.communicate()
+    assert serving.returncode == 0
 
 
 def test_plans_are_drawn_without_a_run(browser: Browser, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from orchestra import __version__
+from orchestra.cli.look.serve_page import serve_page
 from orchestra.cli.text.describe import shown
 from orchestra.cli.text.resolve import TARGET_HELP, Target, add_directory_option, resolve_target
 from orchestra.errors import EXIT_DONE, ConfigError
@@ -28,6 +29,8 @@ from orchestra.run.paths import RunDir, SweepDir
 # Beyond that many curves nobody tells one from another.
 _MOST_RUNS = 12
 _VERSION = 1
+# How often a reader's page of --serve is loaded anew.
+_REFRESH_S = 15
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -40,6 +43,14 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="the file to write (default: report.html in the run)",
     )
     parser.add_argument("--open", action="store_true", help="show it in a browser")
+    parser.add_argument(
+        "--serve",
+        action="store_true",
+        help="serve it on this machine's loopback address, refreshed, until Ctrl-C",
+    )
+    parser.add_argument(
+        "--port", type=int, default=0, metavar="N", help="the port of --serve (default: any that is free)"
+    )
     parser.add_argument("--json", action="store_true", help="print the page's data, and write nothing")
     add_directory_option(parser)
 
@@ -47,6 +58,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     """Write the page, say where, and return 0. Raises ConfigError for runs that do not go into one page."""
     targets = [resolve_target(text, arguments.dir) for text in arguments.runs]
+    if arguments.serve:
+        return _serve(targets, arguments)
     data = page_data(targets, time.time())
     if arguments.json:
         print(json.dumps(finite_or_null(data)))
@@ -61,6 +74,27 @@ def run(arguments: Namespace) -> int:
         print(f"{part['name']}: {part['verdict']['sentence']}")
     if arguments.open and not webbrowser.open(place.absolute().as_uri()):
         print("note: no browser was found here; copy the file to where one is")
+    return EXIT_DONE
+
+
+def _serve(targets: Sequence[Target], arguments: Namespace) -> int:
+    """Serve the page until Ctrl-C, and return 0. Raises ConfigError as `page_data` does, before it begins."""
+    if arguments.output is not None or arguments.json:
+        raise ConfigError("--serve writes no file and prints no data; leave out -o and --json, or --serve")
+    if not 0 <= arguments.port < 1 << 16:
+        raise ConfigError(f"--port {arguments.port}: expected 0 to {(1 << 16) - 1}")
+
+    def make() -> str:
+        return html_page(_title(targets), page_data(targets, time.time()), refresh_s=_REFRESH_S)
+
+    def announce(address: str) -> None:
+        print(address, flush=True)
+        print("Ctrl-C ends it; from another machine: ssh -L with this port", flush=True)
+        if arguments.open:
+            webbrowser.open(address)
+
+    make()
+    serve_page(make, arguments.port, announce)
     return EXIT_DONE
 
 
