@@ -60,7 +60,7 @@ class StepTimesFile:
 
 
 @dataclass(frozen=True)
-class RankTimes:
+class RankStepTimes:
     """The own times (seconds) of one rank in one attempt, by step in the order in which they were timed."""
 
     attempt: int
@@ -69,7 +69,7 @@ class RankTimes:
     seconds: dict[int, float]
 
 
-def read_step_times(run: RunDir) -> Iterator[RankTimes]:
+def read_step_times(run: RunDir) -> Iterator[RankStepTimes]:
     """Yield what each file holds, by attempt and rank; what is damaged in it is passed over."""
     try:
         with os.scandir(run.times) as entries:
@@ -85,4 +85,4 @@ def read_step_times(run: RunDir) -> Iterator[RankTimes]:
                 seconds.update({step: own for step, own in pairs if is_whole(step) and is_number(own)})
             host = str(record.get("host", host))
         if seconds:
-            yield RankTimes(int(match[1]), int(match[2]), host, seconds)
+            yield RankStepTimes(int(match[1]), int(match[2]), host, seconds)

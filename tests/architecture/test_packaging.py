@@ -39,6 +39,9 @@ def test_wheel_carries_the_packages_and_every_preset(wheel: Path) -> None:
     presets = {str(file.relative_to(ROOT)) for file in (ROOT / "conf").rglob("*.yaml")}
     assert presets
     assert presets <= names
+    drawn_by = {str(file.relative_to(ROOT)) for file in (ROOT / "orchestra/report/page/assets").iterdir()}
+    assert drawn_by
+    assert drawn_by <= names
     tops = {name.split("/")[0] for name in names if ".dist-info" not in name}
     assert tops <= {"orchestra", "conf", "launchers", "checkpointing", "hydra_plugins"}
     assert any(name.endswith("licenses/LICENSE") for name in names)

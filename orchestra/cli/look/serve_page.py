@@ -20,7 +20,7 @@ def serve_page(make: Callable[[], str], port: int, announce: Callable[[str], Non
     """Serve what `make` returns until Ctrl-C; `announce` is told the address. Port 0: any that is free."""
     secret = secrets.token_urlsafe(16)
 
-    class Reader(BaseHTTPRequestHandler):
+    class PageRequest(BaseHTTPRequestHandler):
         """Answers one request."""
 
         def do_GET(self) -> None:
@@ -48,7 +48,7 @@ def serve_page(make: Callable[[], str], port: int, announce: Callable[[str], Non
         def log_message(self, *_: object) -> None:
             """Say nothing of each request."""
 
-    with ThreadingHTTPServer((_LOOPBACK, port), Reader) as server:
+    with ThreadingHTTPServer((_LOOPBACK, port), PageRequest) as server:
         announce(f"http://{_LOOPBACK}:{server.server_address[1]}/{secret}")
         with contextlib.suppress(KeyboardInterrupt):
             server.serve_forever()

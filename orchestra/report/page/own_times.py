@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from orchestra.run.files import Record
-from orchestra.run.step_times import RankTimes
+from orchestra.run.step_times import RankStepTimes
 
 # Cells and columns that a page draws.
 MOST_CELLS, MOST_COLUMNS = 40_000, 480
@@ -26,7 +26,7 @@ class SlowOne:
     ratio: float
 
 
-def heat_map(times: Iterable[RankTimes]) -> Record | None:
+def heat_map(times: Iterable[RankStepTimes]) -> Record | None:
     """Return the cells of the ranks' own times, ranks by host; None where nothing was timed.
 
     A step that was trained again counts as it was trained last. A cell is the slowest of its steps.
@@ -61,7 +61,7 @@ def heat_map(times: Iterable[RankTimes]) -> Record | None:
     }
 
 
-def merged(times: Iterable[RankTimes]) -> tuple[dict[int, str], dict[int, dict[int, float]]]:
+def merged(times: Iterable[RankStepTimes]) -> tuple[dict[int, str], dict[int, dict[int, float]]]:
     """Return the ranks' newest hosts, and their seconds by step as last trained. `times`: oldest first."""
     hosts: dict[int, str] = {}
     seconds: dict[int, dict[int, float]] = {}

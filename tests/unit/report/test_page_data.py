@@ -20,7 +20,7 @@ from orchestra.report.page.sweep_page import sweep_page
 from orchestra.report.run_state import read_sweep_state
 from orchestra.run.files import Record
 from orchestra.run.paths import RunDir
-from orchestra.run.step_times import RankTimes, StepTimesFile, read_step_times
+from orchestra.run.step_times import RankStepTimes, StepTimesFile, read_step_times
 
 STORED_RUNS = Path(__file__).parents[2] / "golden" / "recorded" / "runs.tar.xz"
 NOW = 1.8e9
@@ -139,7 +139,7 @@ def test_the_heat_map_has_the_slowest_of_each_cell_and_finds_the_slow_rank(long:
     assert slow[0].ratio == pytest.approx(1.3, rel=0.01)
     assert "rank 13 on node2 was 30 % slower" in " ".join(page_of(long)["verdict"]["evidence"])
     assert heat_map([]) is None
-    (alone,) = heat_map([RankTimes(0, 0, "node1", {10: 0.5})])["ranks"]  # type: ignore[index]
+    (alone,) = heat_map([RankStepTimes(0, 0, "node1", {10: 0.5})])["ranks"]  # type: ignore[index]
     assert alone["ratio"] is None
 
 
