@@ -34,10 +34,10 @@ from orchestra.agents.stalled_ranks import recorder_environment
 from orchestra.errors import EXIT_DONE, EXIT_FAILED, LaunchError
 from orchestra.recovery.hangs import limit_rules
 from orchestra.recovery.incidents import Verdict
-from orchestra.run import stop_requests
+from orchestra.run.control import stop_requests
+from orchestra.run.control.stop_requests import StopRequest
 from orchestra.run.paths import RunDir
 from orchestra.run.secret import SECRET_VARIABLE
-from orchestra.run.stop_requests import StopRequest
 from orchestra.submit.launch import binding_here, launch_spec, placed
 
 # Imports from a file system that many nodes read at once take that long.

@@ -29,7 +29,7 @@ SCHEDULER_S = 900.0
 _LOOPBACK = "127.0.0.1"
 
 
-# Returns why a run was stopped: the reasons of requests (orchestra.run.stop_requests).
+# Returns why a run was stopped: the reasons of requests (orchestra.run.control.stop_requests).
 Reasons = Callable[[], frozenset[str]]
 
 

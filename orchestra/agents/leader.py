@@ -26,9 +26,9 @@ from orchestra.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOP
 from orchestra.recovery import history
 from orchestra.recovery.incidents import Incident, Verdict, incidents, node_verdict
 from orchestra.recovery.policy import Action, Decision, Rules, decide
-from orchestra.run import stop_requests
+from orchestra.run.control import stop_requests
+from orchestra.run.control.stop_requests import StopRequest
 from orchestra.run.events import read_events
-from orchestra.run.stop_requests import StopRequest
 from orchestra.submit.claims import rival_claim, take_next
 from orchestra.submit.launch import launch_spec
 

@@ -20,10 +20,10 @@ from launchers.slurm.this_job import JobTask, OwnJob, own_job
 from orchestra.recovery.history import Attempt, attempt_of, last_attempt
 from orchestra.recovery.incidents import node_verdict
 from orchestra.report.run_state import array_ids, attempt_files, last_growth, name_of
+from orchestra.run.control.stop_requests import claimed_attempt
 from orchestra.run.events import read_events
 from orchestra.run.paths import RunDir, SweepDir
 from orchestra.run.record import newest_job, read_record
-from orchestra.run.stop_requests import claimed_attempt
 
 # How long the files of an attempt must be still where nobody can say whether it is alive.
 QUIET_S = 60.0

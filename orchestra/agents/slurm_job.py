@@ -31,7 +31,7 @@ from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_INTERRUPTED, EXIT_STOPPED
 from orchestra.recovery.excluded_hosts import ExcludeList, entries_of, shared_folder
 from orchestra.recovery.incidents import Incident, Verdict
 from orchestra.recovery.policy import Decision
-from orchestra.run import stop_requests
+from orchestra.run.control import stop_requests
 from orchestra.run.events import EventWriter, read_events
 from orchestra.run.files import Record
 from orchestra.run.paths import RunDir

@@ -38,8 +38,8 @@ from orchestra.agents.wait_for_nodes import MOST_MOVES, moves
 from orchestra.errors import EXIT_FAILED, LaunchError, OrchestraError
 from orchestra.recovery.history import attempt_of
 from orchestra.recovery.policy import Action, Decision
-from orchestra.run import stop_requests
 from orchestra.run.config_file import read_config
+from orchestra.run.control import stop_requests
 from orchestra.run.events import EventWriter, read_events
 from orchestra.run.files import Record
 from orchestra.run.paths import RunDir

@@ -20,7 +20,7 @@ from orchestra.agents.context import AgentContext
 from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_FAILED, EXIT_STOPPED, LaunchError
 from orchestra.recovery.incidents import Verdict
 from orchestra.recovery.policy import Action, Decision
-from orchestra.run import stop_requests
+from orchestra.run.control import stop_requests
 from orchestra.run.events import EventWriter, read_events
 from orchestra.run.files import Record
 from orchestra.submit.claims import upcoming_attempt

@@ -22,8 +22,8 @@ from urllib.parse import urlsplit
 
 from orchestra.alerts.announced import News
 from orchestra.errors import ConfigError, OrchestraError
+from orchestra.run.control.stop_requests import user_name
 from orchestra.run.files import Record
-from orchestra.run.stop_requests import user_name
 
 SEND_S = 10.0
 TERMINAL = "terminal"

@@ -25,7 +25,7 @@ from orchestra.errors import (
 )
 from orchestra.recovery.hangs import Culprit, culprit
 from orchestra.recovery.history import Attempt, stored_step
-from orchestra.run import stop_requests
+from orchestra.run.control import stop_requests
 from orchestra.run.events import is_whole
 from orchestra.run.files import Record
 from orchestra.run.record import RunPhase

@@ -22,9 +22,9 @@ from orchestra.report.run_state import (
     read_state,
     read_sweep_state,
 )
+from orchestra.run.control.stop_requests import user_name
 from orchestra.run.paths import RunDir, SweepDir
 from orchestra.run.record import RunPhase, read_record
-from orchestra.run.stop_requests import user_name
 
 # Why a Slurm job waits or what it is doing, in words that help, and what to type. Pure text.
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from checkpointing.checkpoint_errors import StorageError, SupersededError
 from checkpointing.lineage import AttemptBegin, Base, Lineage
-from orchestra.run import stop_requests
+from orchestra.run.control import stop_requests
 from orchestra.run.events import is_whole, read_events
 from orchestra.run.files import Record
 from orchestra.run.paths import RunDir

@@ -16,11 +16,11 @@ from orchestra.errors import OrchestraError
 from orchestra.recovery.history import last_attempt
 from orchestra.report.run_state import RunState, read_state
 from orchestra.report.scheduler import with_scheduler
-from orchestra.run import stop_requests
+from orchestra.run.control import stop_requests
+from orchestra.run.control.stop_requests import StopRequest, claimed_attempt, user_name
 from orchestra.run.events import EventWriter, read_events
 from orchestra.run.paths import RunDir
 from orchestra.run.record import RunPhase
-from orchestra.run.stop_requests import StopRequest, claimed_attempt, user_name
 from orchestra.submit.resume_run import pending_attempt
 
 # States of runs that may hear a request: of a silent one on another host nobody knows.

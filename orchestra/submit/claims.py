@@ -19,12 +19,12 @@ from typing import Any
 from launchers import processes
 from orchestra.errors import ConfigError
 from orchestra.recovery.history import last_attempt
-from orchestra.run import stop_requests
+from orchestra.run.control import stop_requests
+from orchestra.run.control.stop_requests import claimed_attempt
 from orchestra.run.events import is_number, is_whole, read_events
 from orchestra.run.files import read_json
 from orchestra.run.paths import RunDir, Sweep, SweepDir, read_sweep
 from orchestra.run.record import newest_job, read_record
-from orchestra.run.stop_requests import claimed_attempt
 
 # A claim of another host, or one that cannot be read yet, counts for so long.
 _CLAIM_COUNTS_S = 600.0

@@ -23,11 +23,11 @@ from launchers import LauncherError, SlurmRefused
 from launchers.slurm import sbatch
 from launchers.slurm.commands import is_full
 from orchestra.errors import ConfigError, LaunchError
+from orchestra.run.control.stop_requests import claimed_attempt
 from orchestra.run.files import write_atomically
 from orchestra.run.paths import RunDir, Sweep, SweepArray, SweepDir, to_json
 from orchestra.run.permissions import give_to_group, open_to_group
 from orchestra.run.record import jobs_of, read_record, write_record
-from orchestra.run.stop_requests import claimed_attempt
 from orchestra.submit.claims import array_numbers, release_arrays, write_claim
 from orchestra.submit.job_record import JobEntry, intent, member_intent, number_of_jobs, record_id
 from orchestra.submit.new_run import made_as_one, name_taken, origin, take_plugins, take_snapshot, write_run

@@ -21,10 +21,10 @@ from launchers.slurm.commands import asked_cluster
 from launchers.slurm.queue import find_by_token
 from launchers.slurm.this_job import JobTask
 from orchestra.errors import LaunchError
+from orchestra.run.control.stop_requests import user_name
 from orchestra.run.events import EventWriter
 from orchestra.run.paths import RunDir, SweepArray
 from orchestra.run.record import jobs_of, newest_job, read_record, write_record
-from orchestra.run.stop_requests import user_name
 from orchestra.submit.job import new_token
 
 JobEntry = dict[str, Any]

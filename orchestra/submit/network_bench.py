@@ -32,9 +32,9 @@ from launchers.slurm.this_job import JobTask
 from launchers.torchrun import LaunchSpec
 from orchestra.errors import LaunchError
 from orchestra.run.config_file import write_config
+from orchestra.run.control.stop_requests import user_name
 from orchestra.run.files import names_in, read_json, write_atomically
 from orchestra.run.paths import RunDir
-from orchestra.run.stop_requests import user_name
 from orchestra.sizes.network import (
     RESULT_NAME,
     Measurement,

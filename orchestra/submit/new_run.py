@@ -33,9 +33,9 @@ from launchers import processes
 from orchestra.errors import ConfigError
 from orchestra.plugins import sources_of
 from orchestra.run.config_file import write_config
+from orchestra.run.control.stop_requests import user_name
 from orchestra.run.paths import RunDir, SweepDir, is_sweep
 from orchestra.run.permissions import give_to_group, open_to_group
-from orchestra.run.stop_requests import user_name
 from orchestra.sizes.units import MIB
 from orchestra.submit.launch import source_root
 

@@ -32,6 +32,7 @@ from orchestra.errors import ConfigError, LaunchError
 from orchestra.recovery.history import last_attempt
 from orchestra.report.run_state import RunState, job_of_record, name_of, read_ending, read_state
 from orchestra.run.config_file import read_config, to_yaml
+from orchestra.run.control.stop_requests import claimed_attempt, user_name
 from orchestra.run.events import read_events
 from orchestra.run.files import Record, write_atomically
 from orchestra.run.paths import RunDir, SweepDir, read_sweep
@@ -39,7 +40,6 @@ from orchestra.run.permissions import close_to_others, open_to_group
 from orchestra.run.planned_faults import still_to_come
 from orchestra.run.record import RunPhase, fallback_place, jobs_of, read_record, write_record
 from orchestra.run.run_lineage import lineage_of, newest_checkpoint
-from orchestra.run.stop_requests import claimed_attempt, user_name
 from orchestra.submit.claims import is_held, next_attempt_number, read_claim, take, take_turn
 from orchestra.submit.hand_over import RunLedger, hand_over
 from orchestra.submit.job import Share

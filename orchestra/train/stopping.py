@@ -27,10 +27,10 @@ import torch.distributed as dist
 
 from checkpointing.checkpoint_errors import FalseWordError
 from checkpointing.peers import Peers
-from orchestra.run import profile_requests, stop_requests
+from orchestra.run.control import profile_requests, stop_requests
+from orchestra.run.control.profile_requests import MOST_RANKS, ProfileRequest
+from orchestra.run.control.stop_requests import StopRequest
 from orchestra.run.paths import RunDir
-from orchestra.run.profile_requests import MOST_RANKS, ProfileRequest
-from orchestra.run.stop_requests import StopRequest
 
 # How often rank 0 looks into the folder of requests.
 LOOK_S = 1.0

@@ -43,6 +43,7 @@ from orchestra.parallel.mesh import Mesh, RankEnvironment, open_mesh, open_peers
 from orchestra.parallel.shared_devices import nccl_version
 from orchestra.precision.policies import policy
 from orchestra.run.config_file import read_config
+from orchestra.run.control.stop_requests import StopRequest
 from orchestra.run.events import EventWriter, rank_writer
 from orchestra.run.files import JsonLinesWriter
 from orchestra.run.heartbeat import Heart, Phase, silent_heart
@@ -53,7 +54,6 @@ from orchestra.run.record import fallback_place, wandb_id
 from orchestra.run.rollback import BadSteps
 from orchestra.run.secret import key_of_attempt
 from orchestra.run.step_times import StepTimesFile
-from orchestra.run.stop_requests import StopRequest
 from orchestra.sizes.flops import head_dim, num_active_parameters, num_parameters
 from orchestra.sizes.step_shares import Part
 from orchestra.train.build import (

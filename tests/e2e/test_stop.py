@@ -23,7 +23,7 @@ from commands import (
     train,
 )
 
-from orchestra.run import stop_requests
+from orchestra.run.control import stop_requests
 from orchestra.run.metrics_file import read_metrics
 
 # The learning rate of a step depends on no later one, so that a run can be ended where it was stopped.

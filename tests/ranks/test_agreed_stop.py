@@ -15,10 +15,10 @@ from pool import Ranks
 from conf.schema import Config, FaultPhase
 from orchestra.data.order import read_ledger
 from orchestra.errors import StopRequested, TrainingError
-from orchestra.run import stop_requests
+from orchestra.run.control import stop_requests
+from orchestra.run.control.stop_requests import StopRequest
 from orchestra.run.files import Record
 from orchestra.run.paths import RunDir
-from orchestra.run.stop_requests import StopRequest
 from orchestra.train import stopping
 from orchestra.train.watch.inject_faults import Faults
 from tests.support.waiting import eventually

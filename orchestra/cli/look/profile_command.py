@@ -16,10 +16,10 @@ from orchestra.cli.text.resolve import add_directory_option, resolve
 from orchestra.errors import EXIT_DONE, EXIT_FAILED, ConfigError
 from orchestra.recovery.history import Attempt, newest_attempt
 from orchestra.report.run_state import read_state
+from orchestra.run.control.profile_requests import MOST_RANKS, MOST_STEPS, ProfileRequest, write_request
 from orchestra.run.events import is_whole, read_events
 from orchestra.run.files import Record
 from orchestra.run.paths import RunDir
-from orchestra.run.profile_requests import MOST_RANKS, MOST_STEPS, ProfileRequest, write_request
 from orchestra.run.record import RunPhase
 from orchestra.sizes.step_shares import read_shares
 

@@ -22,7 +22,7 @@ from orchestra.recovery import history, policy
 from orchestra.recovery.accounting import Account, Accounts
 from orchestra.recovery.incidents import Incident, incidents
 from orchestra.recovery.policy import Action, Decision, Resources, Rules
-from orchestra.run import stop_requests
+from orchestra.run.control import stop_requests
 from orchestra.run.files import Record
 
 

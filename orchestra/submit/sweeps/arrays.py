@@ -19,8 +19,8 @@ from pathlib import Path
 
 from conf.schema import Config
 from launchers.slurm.batch_script import rendered
+from orchestra.run.control.stop_requests import user_name
 from orchestra.run.paths import RunDir, SweepArray, SweepDir
-from orchestra.run.stop_requests import user_name
 from orchestra.submit.job import NODE_MODULE, Share, array_job, batch_job, new_token
 from orchestra.submit.new_run import planned_run
 from orchestra.submit.submission import Submission

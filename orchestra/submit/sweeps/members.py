@@ -17,7 +17,7 @@ from orchestra.errors import ConfigError, LaunchError
 from orchestra.recovery.history import last_attempt
 from orchestra.report.run_state import RunState, read_state
 from orchestra.report.scheduler import with_scheduler
-from orchestra.run import stop_requests
+from orchestra.run.control import stop_requests
 from orchestra.run.events import read_events
 from orchestra.run.paths import RunDir, Sweep, SweepDir, SweepMember, is_sweep, read_sweep
 from orchestra.run.record import RunPhase

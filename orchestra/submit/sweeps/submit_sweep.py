@@ -22,13 +22,13 @@ from orchestra.config.machine import Situation, this_machine
 from orchestra.errors import ConfigError
 from orchestra.recovery.history import last_attempt
 from orchestra.run.config_file import read_config
+from orchestra.run.control.stop_requests import user_name
 from orchestra.run.events import read_events
 from orchestra.run.files import write_atomically
 from orchestra.run.paths import RunDir, Sweep, SweepDir, SweepMember, to_json
 from orchestra.run.permissions import close_to_others, open_to_group
 from orchestra.run.record import read_record, write_record
 from orchestra.run.run_lineage import newest_checkpoint
-from orchestra.run.stop_requests import user_name
 from orchestra.sizes.units import first_few
 from orchestra.submit.claims import (
     array_numbers,

@@ -33,8 +33,8 @@ from omegaconf import OmegaConf
 
 import orchestra
 from conf.schema import Config, WandbConfig, WandbMode
-from orchestra.run import stop_requests
 from orchestra.run.config_file import read_config
+from orchestra.run.control import stop_requests
 from orchestra.run.events import EventWriter, event_files, is_whole, rank_writer, read_events
 from orchestra.run.files import JsonLinesReader, Record
 from orchestra.run.metrics_file import MFU_CONVENTION, rows_that_count, sound_row

@@ -20,7 +20,7 @@ from orchestra.agents.agent import attend, group_folder
 from orchestra.agents.context import REFUSE, AgentContext, Scheduler
 from orchestra.agents.rival_jobs import refusal
 from orchestra.errors import RivalError
-from orchestra.run import stop_requests
+from orchestra.run.control import stop_requests
 from orchestra.run.events import EventWriter, node_writer
 from orchestra.run.paths import RunDir
 from orchestra.submit.claims import next_attempt_number, take_next

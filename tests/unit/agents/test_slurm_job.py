@@ -25,7 +25,7 @@ from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_STOPPED, LaunchError
 from orchestra.recovery.excluded_hosts import ExcludeList, Listed
 from orchestra.recovery.incidents import Verdict
 from orchestra.recovery.policy import Action, Decision
-from orchestra.run import stop_requests
+from orchestra.run.control import stop_requests
 from orchestra.run.events import EventWriter, node_writer, read_events
 from orchestra.run.files import Record
 from orchestra.run.paths import RunDir

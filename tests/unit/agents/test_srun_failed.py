@@ -25,8 +25,8 @@ from orchestra.agents.context import END, REFUSE, START
 from orchestra.errors import LaunchError
 from orchestra.recovery.history import attempt_of
 from orchestra.recovery.incidents import node_verdict
-from orchestra.run import stop_requests
 from orchestra.run.config_file import to_yaml
+from orchestra.run.control import stop_requests
 from orchestra.run.events import EventWriter, node_writer, read_events
 from orchestra.run.paths import RunDir, SweepDir
 

@@ -13,7 +13,7 @@ from launchers.node_agent import StopRequests
 from launchers.slurm.this_job import JobSignals
 from orchestra.agents import attempt
 from orchestra.agents.attempt import StopDeadline
-from orchestra.run import stop_requests
+from orchestra.run.control import stop_requests
 from orchestra.run.paths import RunDir
 
 

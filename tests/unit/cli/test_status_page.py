@@ -17,10 +17,10 @@ from orchestra.cli.look.status_command import shortened
 from orchestra.cli.text import figures
 from orchestra.cli.text.resolve import all_targets, resolve, resolve_target
 from orchestra.errors import EXIT_USAGE, ConfigError
+from orchestra.run.control.stop_requests import read_requests
 from orchestra.run.events import EventWriter, rank_writer
 from orchestra.run.files import JsonLinesWriter
 from orchestra.run.paths import RunDir, Sweep, SweepDir, SweepMember, to_json
-from orchestra.run.stop_requests import read_requests
 
 ROOT = Path(__file__).resolve().parents[3]
 

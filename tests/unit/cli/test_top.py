@@ -17,11 +17,11 @@ from orchestra.alerts.observed import NodeBeat, ObservedRun
 from orchestra.cli.look.top_page import RunView, run_page
 from orchestra.report.run_state import RunState
 from orchestra.run.config_file import write_config
+from orchestra.run.control.stop_requests import read_requests
 from orchestra.run.events import EventWriter
 from orchestra.run.files import JsonLinesWriter
 from orchestra.run.paths import RunDir
 from orchestra.run.record import RunPhase
-from orchestra.run.stop_requests import read_requests
 from tests.support.waiting import eventually
 
 ROOT = Path(__file__).resolve().parents[3]

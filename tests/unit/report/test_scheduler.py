@@ -23,7 +23,7 @@ from orchestra.errors import ConfigError
 from orchestra.report.attempts import read_accounts
 from orchestra.report.run_state import RunState, read_state
 from orchestra.report.scheduler import newest_job
-from orchestra.run import stop_requests
+from orchestra.run.control import stop_requests
 from orchestra.run.events import EventWriter, node_writer, read_events
 from orchestra.run.paths import RunDir
 from orchestra.run.record import RunPhase

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from orchestra.run import stop_requests
+from orchestra.run.control import stop_requests
+from orchestra.run.control.stop_requests import read_request, read_requests, write_request
 from orchestra.run.paths import RunDir
-from orchestra.run.stop_requests import read_request, read_requests, write_request
 
 
 @pytest.fixture

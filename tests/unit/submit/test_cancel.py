@@ -9,8 +9,8 @@ from support.command_line import CommandLine
 from support.run_records import led_here
 
 from orchestra.errors import EXIT_USAGE
+from orchestra.run.control.stop_requests import read_request, read_requests
 from orchestra.run.paths import RunDir
-from orchestra.run.stop_requests import read_request, read_requests
 from orchestra.submit.claims import take
 
 FIRST, SECOND = RunDir(Path("runs/first")), RunDir(Path("runs/second"))

@@ -12,9 +12,9 @@ import pytest
 
 from launchers.slurm.this_job import JobTask
 from orchestra.errors import LaunchError
+from orchestra.run.control.stop_requests import claimed_attempt
 from orchestra.run.events import EventWriter, node_writer
 from orchestra.run.paths import RunDir
-from orchestra.run.stop_requests import claimed_attempt
 from orchestra.submit.claims import take, take_next, take_turn
 from orchestra.submit.network_bench import Meeting, await_meeting, publish
 

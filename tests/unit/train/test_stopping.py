@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from checkpointing.peers import Peers
-from orchestra.run import stop_requests
+from orchestra.run.control import stop_requests
 from orchestra.run.paths import RunDir
 from orchestra.train import stopping
 from orchestra.train.stopping import RequestWatch, SaveClock, Stopping

@@ -14,10 +14,10 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from orchestra.run.control.stop_requests import user_name
 from orchestra.run.events import is_number, is_whole
 from orchestra.run.files import names_in, read_json, write_atomically
 from orchestra.run.paths import RunDir
-from orchestra.run.stop_requests import user_name
 
 # So many ranks can be named in one request, and so many steps be traced: a trace takes megabytes a step.
 MOST_RANKS, MOST_STEPS = 8, 100
