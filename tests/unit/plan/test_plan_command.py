@@ -115,7 +115,6 @@ def test_nothing_is_written_for_a_bad_row(tmp_path: Path, plan: PlanCommand) -> 
         (["--goodput", "cluster.mtbf_device_hours=0"], "cluster.mtbf_device_hours=0"),
         (["--goodput", "checkpoint.every_steps=often"], "use one, auto or null"),
         (["--explain", "parallelism.tpp", "model=llama3_8b"], "did you mean parallelism.tp?"),
-        (["--exact", "model=mixtral_8x7b"], "plan without --exact"),
         (["--exact", *MODEL, "--framework", "nanotron"], "there are none of nanotron here"),
     ],
 )
