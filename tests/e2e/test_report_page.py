@@ -84,6 +84,8 @@ def test_a_run_that_was_killed_and_went_back_is_told_as_its_files_tell_it(
         "recovery.straggler_every_steps=1",
         "recovery.loss_spike.action=roll_back",
         "recovery.loss_spike.window=8",
+        # The planned one is ten thousand times as large, and noise none.
+        "recovery.loss_spike.factor=100",
         "recovery.roll_back.steps_before=4",
         "recovery.roll_back.skip_steps=8",
         f"recovery.inject=[{faults}]",
