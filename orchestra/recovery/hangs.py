@@ -53,6 +53,9 @@ _RECENT_STEPS = 64
 # a process that is stopped is known to be at fault. TCP doubles the wait before each new try (RFC 6298, 5.5):
 # what was cut off for a while is silent for at most twice as long.
 _NETWORK_FACTOR = 2.0
+# Of its own limit: from there on a rank is silent for as long as those that wait for it, but for the moment
+# by which its last beat came later.
+_NEARLY = 0.5
 
 
 @dataclass(frozen=True)
@@ -290,8 +293,15 @@ def limits_on_node(
 def hanging(positions: Sequence[RankPosition], limits: Mapping[int, float]) -> list[RankPosition]:
     """Return the ranks of one node that hang: those silent beyond their limits, and of them only the ones
     that the others wait for.
+
+    Whoever is waited for may have beaten a little after those that wait, and is then beyond its limit a
+    little after them: they are blamed for nothing while one that has advanced less is nearly as long silent.
     """
-    return least_advanced([rank for rank in positions if rank.silent_s > limits[rank.rank]])
+    beyond = least_advanced([rank for rank in positions if rank.silent_s > limits[rank.rank]])
+    if not beyond or beyond[0].is_stopped:
+        return beyond
+    silent = [rank for rank in positions if rank.silent_s > _NEARLY * limits[rank.rank]]
+    return beyond if min(rank.position for rank in silent) == beyond[0].position else []
 
 
 def stalled(

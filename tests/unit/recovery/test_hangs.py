@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from conf.schema import Config, ParallelismConfig, RecoveryConfig
+from orchestra.recovery import hangs
 from orchestra.recovery.hangs import (
     Culprit,
     LimitRules,
@@ -136,6 +137,16 @@ def test_the_rank_that_all_wait_for_is_found_at_a_steps_own_limit() -> None:
     behind = stopped(1, Phase.backward, silent_s=29.0)
     assert ranks(*WAITING, behind, step_s=3.0) == []
     assert ranks(*WAITING, behind, step_s=2.0) == [1]
+
+
+def test_on_one_node_nobody_is_blamed_while_whom_he_waits_for_is_nearly_as_long_silent() -> None:
+    waiting, behind = at(0, Phase.forward, 8, silent_s=10.1), at(1, Phase.forward, 7, silent_s=9.8)
+    limits = {0: 10.0, 1: 10.0}
+    assert hangs.hanging([waiting, behind], limits) == []
+    later = [dataclasses.replace(waiting, silent_s=10.4), dataclasses.replace(behind, silent_s=10.1)]
+    assert hangs.hanging(later, limits) == [later[1]]
+    # One that still works is not what it waits for.
+    assert hangs.hanging([waiting, dataclasses.replace(behind, silent_s=0.2)], limits) == [waiting]
 
 
 def test_whom_an_outage_of_the_network_catches_behind_the_others_has_twice_as_long() -> None:
