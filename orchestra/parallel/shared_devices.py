@@ -80,6 +80,8 @@ def _not_over_gloo(config: Config) -> Iterator[str]:
             "it exchanges no parts of GPU tensors, as parallelism.cp_method=ulysses has to; use "
             "parallelism.cp_method=all_gather"
         )
+    if config.parallelism.ep > 1:
+        yield "it exchanges no parts of GPU tensors, as parallelism.ep has to; use parallelism.ep=1"
     if config.recovery.replay_every_steps is not None:
         yield (
             "it sends nothing from one GPU tensor to another, as a replay has to; use "

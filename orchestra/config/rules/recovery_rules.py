@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from conf.schema import Config, Device, Fault, FaultPhase, LauncherName, OnNonfinite, OnSpike
+from conf.schema import Config, Device, Fault, FaultPhase, LauncherName, MoeAuxScope, OnNonfinite, OnSpike
 from orchestra.config.keys import shown
 from orchestra.config.machine import Situation, data_parallel, world_size
 from orchestra.errors import ConfigError
@@ -108,6 +108,12 @@ def rule_replay(config: Config, _: Situation) -> Iterator[str]:
         yield (
             f"recovery.replay_every_steps={every}: with parallelism.ep={config.parallelism.ep} experts "
             "compute on tokens of several ranks, and have no gradient of one micro-batch; use ep=1, or null"
+        )
+    if config.model.num_experts and config.model.moe_aux_scope is MoeAuxScope.batch:
+        yield (
+            f"recovery.replay_every_steps={every}: with model.moe_aux_scope=batch each rank's gradients have "
+            "all ranks' choices in them, and a broken one would not stand out; use moe_aux_scope=sequence, "
+            "or null"
         )
     if config.recovery.max_restarts == 0:
         yield (

@@ -84,6 +84,7 @@ rule_replay
     recovery.replay_every_steps=5  cluster.gpus_per_node=4  parallelism.tp=4 -> one data-parallel rank
     recovery.replay_every_steps=5  cluster.device=cuda -> deterministic=true | replay_tolerance
     recovery.replay_every_steps=5  model.num_experts=4  parallelism.ep=2 -> replay_every_steps=5 | use ep=1
+    recovery.replay_every_steps=5  model.num_experts=4  model.moe_aux_scope=batch -> moe_aux_scope=sequence
     recovery.replay_every_steps=5  recovery.max_restarts=0 -> replay_every_steps=5 | recovery.max_restarts=0
 rule_stragglers
     recovery.straggler_factor=1.0 -> recovery.straggler_factor=1.0 | e.g. 1.3
@@ -161,6 +162,8 @@ rule_head_norms
     model.qk_norm=true  model.family=gpt -> use model.qk_norm=false
 rule_mixture_precision
     precision.name=fp8  model.num_experts=4 -> precision=fp8 with model.num_experts=4 | use precision=bf16
+rule_mixture_recomputation
+    train.recompute=selective  model.num_experts=4  parallelism.tp=2 -> recompute=selective | recompute=full
 rule_tensor_parallel
     parallelism.tp=3  cluster.gpus_per_node=3 -> attention_heads=8; use 1, 2, 4 or 8
     parallelism.tp=4  model.intermediate_size=350  cluster.gpus_per_node=4 -> 1, 2, 5
