@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import subprocess
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -88,8 +89,11 @@ class Browser:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}
         self.ask("Emulation.setEmulatedMedia", features=[scheme])
         self.ask("Page.navigate", url=page.absolute().as_uri())
-        while not any(event["method"] == "Page.loadEventFired" for event in self.events):
-            self._take()
+        # The event may still be that of the empty page before.
+        while (
+            self.value("document.readyState + ' ' + document.URL") != f"complete {page.absolute().as_uri()}"
+        ):
+            time.sleep(0.02)
         self.value(
             "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done))))"
         )
