@@ -43,7 +43,7 @@ def write_atomically(path: Path, text: str, *, is_synced: bool = True) -> None:
     """
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        with draft.open("w") as file:
+        with draft.open("w", encoding="utf-8") as file:
             file.write(text)
             if is_synced:
                 file.flush()

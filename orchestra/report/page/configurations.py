@@ -16,7 +16,23 @@ from orchestra.run.files import Record
 from orchestra.run.paths import RunDir
 
 _OF_ATTEMPT = re.compile(r"^config\.attempt-(\d+)\.yaml$")
-_SECRET = re.compile(r"(?i)(password|secret|token|api_key|credential)s?$")
+# Numbers of tokens are none: the plural is left out on purpose.
+_SECRET = re.compile(
+    r"(?i)(^|[._])(passwords?|passwd|secrets?(_\w+)?|token|credentials?|(api|access|account|auth|private)_?key)$"
+)
+# In the place of a value that is left out.
+_HIDDEN = "(not shown)"
+
+
+def is_secret(key: str) -> bool:
+    """Whether a dotted key is called like one whose value nobody else is to read."""
+    return _SECRET.search(key) is not None
+
+
+def shown_overrides(overrides: Sequence[str]) -> list[str]:
+    """Return overrides as they are shown: without the values of secrets."""
+    pairs = [(override, override.partition("=")[0]) for override in overrides]
+    return [f"{key}={_HIDDEN}" if is_secret(key) else override for override, key in pairs]
 
 
 def flat_config(path: Path) -> dict[str, Any]:
@@ -37,7 +53,7 @@ def _flat(values: Mapping[Any, Any], prefix: str) -> list[tuple[str, Any]]:
         name = f"{prefix}{key}"
         if isinstance(value, dict) and value:
             pairs += _flat(value, f"{name}.")
-        elif not _SECRET.search(name):
+        elif not is_secret(name):
             pairs.append((name, value if isinstance(value, int | float | bool | None) else _text(value)))
     return pairs
 

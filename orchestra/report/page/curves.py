@@ -48,8 +48,13 @@ def thinned(rows: Sequence[Record], most: int = MOST_ROWS) -> list[Record]:
                 chosen.add(id(pick(known, key=lambda row: row[key])))
         # A loss that is no number is what somebody looks for.
         chosen.update(id(row) for row in [row for row in stretch if row.get("loss") is None][:1])
-        # What is measured now and then stands in few rows.
-        chosen.update(id(row) for row in stretch if any(is_eval_column(key) for key in row))
+        # What is measured now and then stands in few rows; where it is measured always, in too many.
+        evaluated: dict[str, list[Record]] = {}
+        for row in stretch:
+            for key in filter(is_eval_column, row):
+                evaluated.setdefault(key, []).append(row)
+        for of_one in evaluated.values():
+            chosen.update(id(of_one[round(edge * (len(of_one) - 1) / 2)]) for edge in range(3))
         kept += [row for row in stretch if id(row) in chosen]
     return kept
 

@@ -102,7 +102,12 @@ def _cost(attempt: AttemptTimes, end: EndedAttempt | None, following: AttemptTim
     return {
         "lost_steps": lost,
         "lost_s": lost * (attempt.step_time_s or following.step_time_s or 0.0),
-        "down_s": max(0.0, (following.end if first is None else first) - attempt.end),
+        # What nobody was there for, or the queue took, is no cost of what ended it.
+        "down_s": max(
+            0.0,
+            (following.end if first is None else first)
+            - (attempt.end if attempt.will_restart else following.started),
+        ),
     }
 
 

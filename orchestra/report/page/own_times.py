@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from orchestra.run.files import Record
-from orchestra.run.step_times import RankStepTimes
+from orchestra.run.step_times import RankStepTimes, ratios_to_others
 
 # Cells and columns that a page draws.
 MOST_CELLS, MOST_COLUMNS = 40_000, 480
@@ -26,12 +26,13 @@ class SlowOne:
     ratio: float
 
 
-def heat_map(times: Iterable[RankStepTimes]) -> Record | None:
+def heat_map(times: Iterable[RankStepTimes], num_stages: int = 1) -> Record | None:
     """Return the cells of the ranks' own times, ranks by host; None where nothing was timed.
 
-    A step that was trained again counts as it was trained last. A cell is the slowest of its steps.
+    A step that was trained again counts as it was trained last. A cell is the slowest of its steps. What is
+    said of a rank is of the host that it is on: one that took another's place answers for no step before.
     """
-    hosts, seconds = merged(times)
+    hosts, seconds, on_host = merged(times)
     if not seconds:
         return None
     ranks = sorted(seconds, key=lambda rank: (_natural(hosts[rank]), rank))
@@ -42,7 +43,7 @@ def heat_map(times: Iterable[RankStepTimes]) -> Record | None:
         of_rank = seconds[rank]
         known = [[of_rank[step] for step in column if step in of_rank] for column in columns]
         rows.append([_rounded(max(cell)) if cell else None for cell in known])
-    ratios = ratios_to_others(seconds)
+    ratios = ratios_of_ranks(on_host, num_stages)
     return {
         "columns": [[column[0], column[-1]] for column in columns],
         "cells": rows,
@@ -51,9 +52,9 @@ def heat_map(times: Iterable[RankStepTimes]) -> Record | None:
             {
                 "rank": rank,
                 "host": hosts[rank],
-                "steps": len(seconds[rank]),
-                "median_s": _rounded(statistics.median(seconds[rank].values())),
-                "slowest_s": _rounded(max(seconds[rank].values())),
+                "steps": len(on_host[rank]),
+                "median_s": _rounded(statistics.median(on_host[rank].values())),
+                "slowest_s": _rounded(max(on_host[rank].values())),
                 "ratio": None if (ratio := ratios.get(rank)) is None else round(ratio, 4),
             }
             for rank in ranks
@@ -61,37 +62,38 @@ def heat_map(times: Iterable[RankStepTimes]) -> Record | None:
     }
 
 
-def merged(times: Iterable[RankStepTimes]) -> tuple[dict[int, str], dict[int, dict[int, float]]]:
-    """Return the ranks' newest hosts, and their seconds by step as last trained. `times`: oldest first."""
+def merged(
+    times: Iterable[RankStepTimes],
+) -> tuple[dict[int, str], dict[int, dict[int, float]], dict[int, dict[int, float]]]:
+    """Return the ranks' newest hosts, their seconds by step as last trained, and those of them that were
+    timed on that host. `times`: oldest first.
+    """
     hosts: dict[int, str] = {}
     seconds: dict[int, dict[int, float]] = {}
+    on_host: dict[int, dict[int, float]] = {}
     for each in times:
+        if hosts.get(each.rank) != each.host:
+            on_host[each.rank] = {}
         hosts[each.rank] = each.host
         seconds.setdefault(each.rank, {}).update(each.seconds)
-    return hosts, seconds
+        on_host[each.rank].update(each.seconds)
+    return hosts, seconds, on_host
 
 
-def ratios_to_others(seconds: dict[int, dict[int, float]]) -> dict[int, float]:
-    """Return for each rank its own time over the others' median in the same step: the median over steps.
-
-    Ranks without steps that others timed too have none.
+def ratios_of_ranks(seconds: Mapping[int, Mapping[int, float]], num_stages: int) -> dict[int, float]:
+    """Return for each rank its own time over the median of the others of its pipeline stage in the same
+    step: the median over steps. Ranks without steps that others timed too have none.
     """
-    by_step: dict[int, dict[int, float]] = {}
+    size = max(1, (max(seconds) + 1) // num_stages)
+    together: dict[tuple[int, int], dict[int, float]] = {}
     for rank, of_rank in seconds.items():
         for step, own in of_rank.items():
-            by_step.setdefault(step, {})[rank] = own
+            together.setdefault((step, rank // size), {})[rank] = own
     ratios: dict[int, list[float]] = {}
-    for of_step in by_step.values():
-        if len(of_step) < 2:
-            continue
-        # Of many ranks one changes the median of the others little.
-        middle = statistics.median(of_step.values()) if len(of_step) > 8 else None
-        for rank, own in of_step.items():
-            others = middle
-            if others is None:
-                others = statistics.median(value for other, value in of_step.items() if other != rank)
-            if others > 0:
-                ratios.setdefault(rank, []).append(own / others)
+    for owns in together.values():
+        if len(owns) > 1:
+            for rank, ratio in zip(owns, ratios_to_others(list(owns.values())), strict=True):
+                ratios.setdefault(rank, []).append(ratio)
     return {rank: statistics.median(values) for rank, values in ratios.items()}
 
 

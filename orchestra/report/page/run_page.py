@@ -16,7 +16,7 @@ from orchestra.errors import ConfigError
 from orchestra.recovery.accounting import Accounts, account, attempt_times
 from orchestra.report.attempts import ended_attempts, slow_ranks
 from orchestra.report.page import planned
-from orchestra.report.page.configurations import changes_between_attempts, flat_config
+from orchestra.report.page.configurations import changes_between_attempts, flat_config, shown_overrides
 from orchestra.report.page.curves import curves, void_curve
 from orchestra.report.page.life import attempt_rows, checkpoint_rows, node_rows, passed_over_checkpoints
 from orchestra.report.page.own_times import heat_map, slow_ones
@@ -99,8 +99,9 @@ def run_page(files: RunFiles, now: float) -> Record:
     )
     starts = [event for event in events if event["event"] == "attempt_started"]
     config = None if files.config is None else planned.resolved(files.config, starts)
-    heat = heat_map(read_step_times(files.run))
-    attempts = attempt_rows(attempt_times(events, files.all_rows), ended_attempts(events), files.began)
+    heat = heat_map(read_step_times(files.run), 1 if config is None else config.parallelism.pp)
+    times = attempt_times(events, files.all_rows)
+    attempts = attempt_rows(times, ended_attempts(events), files.began)
     checkpoints = checkpoint_rows(events, files.began)
     unread: Record = {"why": "its configuration could not be read"}
     plan = unread if config is None else planned.speed(config)
@@ -138,12 +139,16 @@ def run_page(files: RunFiles, now: float) -> Record:
         "memory": None if config is None else planned.memory(config, files.rows),
         "checkpoints": checkpoints,
         "passed_over": passed_over_checkpoints(events),
-        "newest_checkpoint": _age(checkpoints, files, now),
+        "newest_checkpoint": _age(
+            checkpoints,
+            files.began,
+            max((each.end for each in times), default=now) if state.state.is_over else now,
+        ),
         "profile": _profile(files.run),
         "energy": _energy(files.rows),
         "config": flat_config(files.run.config),
         "changes": changes_between_attempts(files.run),
-        "overrides": [str(each) for each in files.record.get("overrides") or []],
+        "overrides": shown_overrides([str(each) for each in files.record.get("overrides") or []]),
     }
 
 
@@ -191,14 +196,12 @@ def _device(events: Sequence[Record]) -> Record:
     return {key: newest.get(key) for key in keys}
 
 
-def _age(checkpoints: Sequence[Record], files: RunFiles, now: float) -> Record | None:
-    """Return the newest committed checkpoint and how old it is: now, or at the end of a run that is over."""
+def _age(checkpoints: Sequence[Record], began: float, now: float) -> Record | None:
+    """Return the newest committed checkpoint and how old it is `now`, or at the end of a run that is over."""
     committed = [row for row in checkpoints if row["state"] == "committed"]
     if not committed:
         return None
-    is_over = files.state.state.is_over
-    end = max((event["time"] for event in files.events), default=now) if is_over else now
-    return {"step": committed[-1]["step"], "age_s": max(0.0, end - files.began - committed[-1]["time_s"])}
+    return {"step": committed[-1]["step"], "age_s": max(0.0, now - began - committed[-1]["time_s"])}
 
 
 def _profile(run: RunDir) -> Record | None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from orchestra.errors import ConfigError
-from orchestra.report.page.configurations import flat_config
+from orchestra.report.page.configurations import flat_config, is_secret
 from orchestra.report.page.curves import thinned
 from orchestra.report.run_state import MemberState, SweepState
 from orchestra.run.config_file import read_config
@@ -65,7 +65,7 @@ def _member(each: MemberState) -> Record:
         "index": each.member.index,
         "name": state.name,
         "state": state.state,
-        "overrides": {key.lstrip("+"): _typed(value) for key, _, value in pairs},
+        "overrides": {key.lstrip("+"): _typed(value) for key, _, value in pairs if not is_secret(key)},
         "step": state.step,
         "steps": state.steps,
         "attempts": state.attempts,

@@ -31,7 +31,7 @@ _KINDS = {
     "preempted": "preemption",
     "time_limit": "time limit",
 }
-_PLURALS = {"node loss": "node losses"}
+_PLURALS = {"node loss": "node losses", "attempt that vanished": "attempts that vanished"}
 # What takes time beside training, and what to look at where that is much.
 _REMEDIES = {
     "queue_s": ("waiting in the queue", "see `orchestra status` for when the job is expected to start"),

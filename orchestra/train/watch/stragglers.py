@@ -12,7 +12,6 @@ is slow, but accuse no other rank.
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import socket
 import statistics
@@ -31,7 +30,7 @@ from checkpointing.peers import Peers
 from conf.schema import RecoveryConfig
 from orchestra.parallel.marks import time_communication
 from orchestra.run.events import EventWriter, is_number
-from orchestra.run.step_times import StepTimesFile
+from orchestra.run.step_times import StepTimesFile, ratios_in_stages
 from orchestra.train.hooks import StepHook
 
 _TOPIC = "step times"
@@ -75,7 +74,7 @@ def straggler_changes(
     """
     if len(history) < windows or len(history[-1]) < 2:
         return StragglerChanges()
-    ratios = [_ratios_in_stages(window, num_stages) for window in history[-windows:]]
+    ratios = [ratios_in_stages(window, num_stages) for window in history[-windows:]]
     found, gone = [], []
     for rank, of_rank in enumerate(zip(*ratios, strict=True)):
         if rank not in known and min(of_rank) > factor:
@@ -83,34 +82,6 @@ def straggler_changes(
         elif rank in known and max(of_rank) <= factor:
             gone.append(rank)
     return StragglerChanges(tuple(found), tuple(gone))
-
-
-def _ratios_in_stages(window: Sequence[float], num_stages: int) -> list[float]:
-    """Return the ratios of ranks that are numbered by stages."""
-    size = len(window) // num_stages
-    if size == 1 and num_stages > 1:
-        return [1.0] * len(window)
-    stages = [window[begin : begin + size] for begin in range(0, len(window), size)]
-    return [ratio for stage in stages for ratio in ratios_to_others(stage)]
-
-
-def ratios_to_others(window: Sequence[float]) -> list[float]:
-    """Return each rank's time over the median of the others'; 1 where the others took no time."""
-    ordered = sorted(window)
-    medians = [_median_without(ordered, value) for value in window]
-    return [value / median if median > 0 else 1.0 for value, median in zip(window, medians, strict=True)]
-
-
-def _median_without(ordered: Sequence[float], value: float) -> float:
-    """Return the median of all but one that has this value, without copying them for each rank."""
-    place = bisect.bisect_left(ordered, value)
-    num_others = len(ordered) - 1
-
-    def other(index: int) -> float:
-        return ordered[index if index < place else index + 1]
-
-    middle = num_others // 2
-    return other(middle) if num_others % 2 else (other(middle - 1) + other(middle)) / 2
 
 
 class StepClock(Protocol):
@@ -267,10 +238,10 @@ class StepTimes(StepHook):
             self._peers.tell(_TOPIC, report)
 
     def close(self) -> None:
-        """Write what is left and end the thread. Asks no device, which may be broken, and never waits."""
+        """Write what is left and end the threads. Asks no device, which may be broken, and waits for none."""
         time_communication(None)
         if self._file is not None:
-            self._file.write()
+            self._file.close()
         if self._watch is not None:
             self._watch.close()
 

@@ -143,13 +143,30 @@ def test_the_heat_map_has_the_slowest_of_each_cell_and_finds_the_slow_rank(long:
     assert alone["ratio"] is None
 
 
+def test_who_took_another_s_place_and_stages_of_other_work_are_not_slow() -> None:
+    steps = range(10, 110, 10)
+    quick, slow = (dict.fromkeys(steps, own) for own in (0.1, 0.2))
+    later = {step + 100: 0.1 for step in steps}
+    before = [RankStepTimes(0, rank, f"node{rank}", slow if rank == 2 else quick) for rank in range(4)]
+    assert [(each.rank, each.host) for each in slow_ones(heat_map(before))] == [(2, "node2")]
+    hosts = ["node0", "node1", "spare", "node3"]
+    after = [*before, *(RankStepTimes(1, rank, host, later) for rank, host in enumerate(hosts))]
+    heat = heat_map(after)
+    assert slow_ones(heat) == []
+    assert heat is not None
+    assert [each["steps"] for each in heat["ranks"] if each["host"] == "spare"] == [10]
+    last_stage = [RankStepTimes(0, rank, f"node{rank}", slow if rank > 1 else quick) for rank in range(4)]
+    assert len(slow_ones(heat_map(last_stage))) == 2
+    assert slow_ones(heat_map(last_stage, num_stages=2)) == []
+
+
 def test_own_times_are_written_few_lines_long_and_a_torn_one_is_passed_over(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     written = StepTimesFile(run, 2, 7)
     own = {step: step / 1000 for step in range(10, 5_010, 10)}
     for step, seconds in own.items():
         written.add(step, seconds)
-    written.write()
+    written.close()
     (file,) = run.times.iterdir()
     assert len(file.read_text().splitlines()) < 10
     with file.open("a") as torn:
@@ -162,7 +179,7 @@ def test_own_times_are_written_few_lines_long_and_a_torn_one_is_passed_over(tmp_
     (tmp_path / "file").write_text("")
     full = StepTimesFile(RunDir(tmp_path / "file"), 0, 0)
     full.add(1, 0.1)
-    full.write()
+    full.close()
 
 
 def test_damaged_missing_and_strange_files_make_a_page_that_says_so(stored: Path, tmp_path: Path) -> None:
@@ -236,12 +253,20 @@ def test_a_sweeps_page_ranks_its_members_and_names_the_best(tmp_path: Path) -> N
 
 def test_configurations_show_what_differs_and_no_secret(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    run.config.write_text("optim: {lr: 0.1, betas: [1, 2]}\ndata: {api_key: planted, path: x}\n")
+    run.config.write_text(
+        "optim: {lr: 0.1, betas: [1, 2]}\ntrain: {tokens: 5}\n"
+        "data: {api_key: planted, secret_access_key: planted, hf_token: planted, path: x}\n"
+    )
+    run.record.write_text(json.dumps({"overrides": ["optim.lr=0.1", "+data.options.auth_key=planted"]}))
     run.config_of_attempt(0).write_text("optim: {lr: 0.2, betas: [1, 2]}\ndata: {path: x}\n")
     page = page_of(run)
-    assert page["config"] == {"optim.lr": 0.1, "optim.betas": "[1, 2]", "data.path": "x"}
+    assert page["config"] == {"optim.lr": 0.1, "optim.betas": "[1, 2]", "train.tokens": 5, "data.path": "x"}
+    assert page["overrides"] == ["optim.lr=0.1", "+data.options.auth_key=(not shown)"]
     changes = changes_between_attempts(run)
-    assert changes == {"titles": ["up to attempt 0", "since then"], "keys": {"optim.lr": [0.2, 0.1]}}
+    assert changes == {
+        "titles": ["up to attempt 0", "since then"],
+        "keys": {"optim.lr": [0.2, 0.1], "train.tokens": [None, 5]},
+    }
     assert differing([{"a": 1}, {"a": 1, "b": 2}]) == {"b": [None, 2]}
     assert "planted" not in json.dumps(page)
 

@@ -18,12 +18,12 @@ from orchestra.parallel.marks import marked, time_communication
 from orchestra.run.events import EventWriter, rank_writer, read_events
 from orchestra.run.files import Record
 from orchestra.run.paths import RunDir
+from orchestra.run.step_times import ratios_to_others
 from orchestra.sizes.step_shares import Part
 from orchestra.train.watch.stragglers import (
     HostClock,
     StepTimes,
     StragglerChanges,
-    ratios_to_others,
     straggler_changes,
 )
 from tests.support.waiting import eventually
