@@ -38,17 +38,19 @@ LOOK_S = 1.0
 ROUND_S = 0.5
 
 
-# Of an answer: whether to stop, the next round's span, whether to save, steps to trace, ranks that trace.
-_STOP, _SPAN, _SAVE, _TRACE, _RANKS = range(5)
+# Of an answer: whether to stop, the next round's span, whether to save, steps to trace, whose request that
+# is, ranks that trace.
+_STOP, _SPAN, _SAVE, _TRACE, _TOKEN, _RANKS = range(6)
 _NO_RANK = -1
 
 
 @dataclass(frozen=True)
 class TraceOrder:
-    """The next so many steps are to be traced on these ranks; empty: on all."""
+    """The next so many steps are to be traced on these ranks, empty: on all; `token` is the request's."""
 
     steps: int
     ranks: tuple[int, ...]
+    token: str
 
 
 class RequestWatch:
@@ -170,6 +172,7 @@ class Stopping:
             if (asked := self._watch.take_trace()) is not None:
                 padded = (*asked.ranks, *[_NO_RANK] * (MOST_RANKS - len(asked.ranks)))
                 self._answer[_TRACE] = asked.steps
+                self._answer[_TOKEN] = int(asked.token, 16)
                 self._answer[_RANKS:] = torch.tensor(padded)
         if self._peers.world_size > 1:
             self._work = dist.broadcast(self._answer, src=0, async_op=True)
@@ -181,8 +184,11 @@ class Stopping:
         if self._work is not None:
             self._work.wait()
             self._work = None
-        is_stop, span, is_save, steps, *ranks = answer.tolist()
-        order = TraceOrder(steps, tuple(rank for rank in ranks if rank != _NO_RANK)) if steps else None
+        is_stop, span, is_save, steps, number, *ranks = answer.tolist()
+        order = None
+        if steps:
+            named = tuple(rank for rank in ranks if rank != _NO_RANK)
+            order = TraceOrder(steps, named, profile_requests.token_of(number))
         return bool(is_stop), span, bool(is_save), order
 
     def _next_span(self, step: int, span: int) -> int:

@@ -163,7 +163,7 @@ class Trainer:
     def _trace_next(self, step: int) -> None:
         """Trace the steps after `step` where all ranks have just agreed to."""
         if (order := self.stopping.trace) is not None:
-            self.profiler.trace(step + 1, order.steps, order.ranks)
+            self.profiler.trace(step + 1, order.steps, order.ranks, order.token)
 
     def _train_step(self, step: int) -> TrainedStep:
         """Wait for the batch and train it."""
@@ -407,10 +407,11 @@ def _profiler(
         built.parallelized.stage.settle()
         stopping.settle()
 
-    def written(first: int, last: int) -> None:
+    def written(first: int, last: int, token: str | None) -> None:
         # A full disk takes the record.
         with contextlib.suppress(OSError):
-            rank.events.write("profiled", step=last, first_step=first)
+            asked = {} if token is None else {"token": token}
+            rank.events.write("profiled", step=last, first_step=first, **asked)
 
     return StepProfiler(config.train.profile, rank.run, mesh.rank, mesh.traffic, settle, written)
 

@@ -24,6 +24,8 @@ from orchestra.run.record import RunPhase
 from orchestra.sizes.step_shares import read_shares
 
 _POLL_S = 0.5
+# Longer than nearly any few steps take; a rank whose disk is full leaves no word of its trace.
+_WAIT_S = 600.0
 _EXPLAINED = """\
   orchestra profile first                     three steps of rank 0
   orchestra profile first --steps 5 --ranks 0,13
@@ -46,7 +48,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Ask, wait for the trace, and return 0; 1 where the run ended before it was traced."""
+    """Ask, wait for the trace, and return 0; 1 where the attempt or ten minutes end before it is there."""
     chosen = resolve(arguments.run, arguments.dir)
     attempt = _training(chosen)
     sizes = [event.get("world_size") for event in attempt.named("training_started")]
@@ -62,9 +64,13 @@ def run(arguments: Namespace) -> int:
         print(f"asked {who}; the traces will lie in {shown(chosen.profile)}")
         return EXIT_DONE
     wanted = set(ranks) or set(range(sizes[-1] if is_whole(sizes[-1]) else 1))
-    while len(traced := _traced(chosen, asked)) < len(wanted):
-        if read_state(chosen, time.time()).state is not RunPhase.running:
-            print(f"{chosen.name} ended before it was traced; `{invocation('why', chosen)}` tells why")
+    deadline = time.monotonic() + _WAIT_S
+    while True:
+        traced = _traced(chosen, asked)
+        if wanted <= {event["rank"] for event in traced}:
+            break
+        if (problem := _problem(chosen, asked, deadline)) is not None:
+            print(problem)
             return EXIT_FAILED
         time.sleep(_POLL_S)
     _tell(chosen, traced, arguments)
@@ -98,13 +104,22 @@ def _ranks(text: str, world_size: int | None) -> tuple[int, ...]:
     return ranks
 
 
+def _problem(run: RunDir, asked: ProfileRequest, deadline: float) -> str | None:
+    """Return why it is no longer waited for; None while it is."""
+    newest = newest_attempt(read_events(run))
+    if read_state(run, time.time()).state is not RunPhase.running:
+        return f"{run.name} ended before it was traced; `{invocation('why', run)}` tells why"
+    if newest is not None and newest.number != asked.attempt:
+        return f"attempt {asked.attempt} ended before it was traced, and {newest.number} trains; ask again"
+    if time.monotonic() > deadline:
+        return f"no trace after {_WAIT_S / 60:.0f} minutes; what comes later will lie in {shown(run.profile)}"
+    return None
+
+
 def _traced(run: RunDir, asked: ProfileRequest) -> list[Record]:
-    """Return what the ranks wrote when their traces of the attempt were there, since the request."""
-    return [
-        event
-        for event in read_events(run, ("profiled",))
-        if event["event"] == "profiled" and event["attempt"] == asked.attempt and event["time"] >= asked.time
-    ]
+    """Return what the ranks wrote when the traces that were asked for were there."""
+    events = read_events(run, ("profiled",))
+    return [event for event in events if event["event"] == "profiled" and event.get("token") == asked.token]
 
 
 def _tell(run: RunDir, traced: Sequence[Record], arguments: Namespace) -> None:
@@ -112,7 +127,8 @@ def _tell(run: RunDir, traced: Sequence[Record], arguments: Namespace) -> None:
         f"rank-{event['rank']:05d}-steps-{event.get('first_step')}-{event.get('step')}"
         for event in sorted(traced, key=lambda event: int(event["rank"]))
     ]
-    files = sorted(path for stem in stems for path in run.profile.glob(f"{stem}*"))
+    patterns = [stem + ending for stem in stems for ending in (".*", "-memory*")]
+    files = sorted(path for pattern in patterns for path in run.profile.glob(pattern))
     shares = read_shares(run.profile)
     if arguments.json:
         record = None if shares is None else shares.record()

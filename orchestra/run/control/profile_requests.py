@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import secrets
 import socket
 import time
@@ -21,6 +22,8 @@ from orchestra.run.paths import RunDir
 
 # So many ranks can be named in one request, and so many steps be traced: a trace takes megabytes a step.
 MOST_RANKS, MOST_STEPS = 8, 100
+_TOKEN_BITS = 32
+_TOKEN = re.compile(rf"[0-9a-f]{{{_TOKEN_BITS // 4}}}")
 
 
 @dataclass(frozen=True)
@@ -36,12 +39,17 @@ class ProfileRequest:
     host: str
 
 
+def token_of(number: int) -> str:
+    """Return the token that a number of 32 bits is: ranks tell each other numbers."""
+    return f"{number:0{_TOKEN_BITS // 4}x}"
+
+
 def write_request(run: RunDir, attempt: int, steps: int, ranks: tuple[int, ...]) -> ProfileRequest:
     """Ask that `attempt` of a run traces some steps. *Any process that shares the run directory.*
 
     Raises OSError where it cannot be written.
     """
-    token = secrets.token_hex(4)
+    token = token_of(secrets.randbits(_TOKEN_BITS))
     request = ProfileRequest(attempt, steps, ranks, token, time.time(), user_name(), socket.gethostname())
     run.control.mkdir(exist_ok=True)
     text = json.dumps(dataclasses.asdict(request)) + "\n"
@@ -72,6 +80,7 @@ def _from_record(record: dict[str, Any]) -> ProfileRequest | None:
         and all(is_whole(rank) and 0 <= rank < 1 << 31 for rank in ranks)
         and is_number(record.get("time"))
         and all(isinstance(text, str) for text in texts)
+        and _TOKEN.fullmatch(record["token"])
     )
     if not is_request:
         return None

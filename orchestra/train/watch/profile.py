@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
@@ -31,11 +32,25 @@ _MEMORY_HISTORY_ENTRIES = 200_000
 _STEP = "orchestra: step"
 
 
+@dataclass(frozen=True)
+class _Order:
+    """Steps to trace, both included, on these ranks (none: on all); `token`: who asked."""
+
+    first: int
+    last: int
+    ranks: Collection[int]
+    token: str | None = None
+
+    def is_for(self, rank: int) -> bool:
+        return not self.ranks or rank in self.ranks
+
+
 class StepProfiler(StepHook):
     """Traces the steps `config.steps[0]` to `config.steps[1]`, both included, on the ranks of `config.ranks`.
 
     A run that resumes inside that range traces what is left of it; one that ends inside it writes on `close`.
-    `trace` asks for others while the run trains; `on_written` is told the first and the last step of a trace.
+    `trace` asks for others while the run trains; `on_written` is told the first and the last step of a trace,
+    and who asked for it.
     `traffic` counts what this rank sends; without one no bytes are recorded. `settle` waits for collectives
     that a step leaves under way: one that ended after the trace would write into memory that is gone.
     """
@@ -47,11 +62,15 @@ class StepProfiler(StepHook):
         rank: int,
         traffic: Traffic | None = None,
         settle: Callable[[], None] = lambda: None,
-        on_written: Callable[[int, int], None] = lambda _first, _last: None,
+        on_written: Callable[[int, int, str | None], None] = lambda _first, _last, _token: None,
     ) -> None:
-        self._first, self._last = config.steps
-        self._is_armed = config.enabled and rank in config.ranks
-        self._is_recorder = rank == min(config.ranks, default=None)
+        # The same on all ranks, also on those that trace nothing; none has a step of another.
+        self._orders: list[_Order] = []
+        if config.enabled and config.ranks:
+            first, last = config.steps
+            self._orders.append(_Order(first, last, frozenset(config.ranks)))
+        # What is being traced.
+        self._order: _Order | None = None
         self._run = run
         self._rank = rank
         self._traffic = traffic or Traffic()
@@ -61,37 +80,42 @@ class StepProfiler(StepHook):
         self._profile: profile | None = None
         self._began_at = self._ended_at = 0
 
-    def trace(self, first: int, num_steps: int, ranks: Sequence[int]) -> None:
-        """Trace the steps from `first` on, on these ranks (none: on all), where no trace is under way. All
-        ranks are told the same; an order that has not begun yet is replaced.
+    def trace(self, first: int, num_steps: int, ranks: Collection[int], token: str) -> None:
+        """Trace so many steps from `first` on, on these ranks (none: on all), or after those that are to be
+        traced already. All ranks are told the same.
         """
-        if self._profile is not None:
-            return
-        self._first, self._last = first, first + num_steps - 1
-        self._is_armed = not ranks or self._rank in ranks
-        self._is_recorder = self._rank == min(ranks, default=0)
+        self._orders = [order for order in self._orders if order.last >= first]
+        for order in sorted(self._orders, key=lambda order: order.first):
+            if order.first < first + num_steps and first <= order.last:
+                first = order.last + 1
+        self._orders.append(_Order(first, first + num_steps - 1, ranks, token))
 
     def around_step(self, step: int) -> AbstractContextManager[object]:
         """Return the context that traces `step`, where it is one of those to trace."""
-        if not self._is_armed or not self._first <= step <= self._last:
-            return _UNTRACED
-        return self._traced(step)
+        for order in self._orders:
+            if order.first <= step <= order.last and order.is_for(self._rank):
+                return self._traced(step, order)
+        return _UNTRACED
 
     def close(self) -> None:
         """Write what was traced, if that has not been done; call it when the loop has ended."""
-        self._is_armed = False
+        self._orders = []
+        self._end()
+
+    def _end(self) -> None:
         tracing, self._profile = self._profile, None
-        if tracing is None:
+        if tracing is None or self._order is None:
             return
         self._settle()
         _wait_for_device()
         tracing.stop()
-        self._write(tracing)
+        self._write(tracing, is_recorder=self._rank == min(self._order.ranks, default=0))
         self._bytes_sent.clear()
-        self._on_written(self._began_at, self._ended_at)
+        self._on_written(self._began_at, self._ended_at, self._order.token)
 
     @contextmanager
-    def _traced(self, step: int) -> Iterator[None]:
+    def _traced(self, step: int, order: _Order) -> Iterator[None]:
+        self._order = order
         if self._profile is None:
             self._begin(step)
         before = Counter(self._traffic.bytes_sent)
@@ -101,8 +125,8 @@ class StepProfiler(StepHook):
             _wait_for_device()
         self._bytes_sent += Counter(self._traffic.bytes_sent) - before
         self._ended_at = step
-        if step == self._last:
-            self.close()
+        if step == order.last:
+            self._end()
 
     def _begin(self, step: int) -> None:
         self._began_at = self._ended_at = step
@@ -114,7 +138,7 @@ class StepProfiler(StepHook):
         self._profile = profile(activities=activities, record_shapes=True)
         self._profile.start()
 
-    def _write(self, tracing: profile) -> None:
+    def _write(self, tracing: profile, *, is_recorder: bool) -> None:
         folder = self._run.profile
         folder.mkdir(parents=True, exist_ok=True)
         stem = f"rank-{self._rank:05d}-steps-{self._began_at}-{self._ended_at}"
@@ -128,7 +152,7 @@ class StepProfiler(StepHook):
         shares = self._shares(tracing)
         shown = "" if shares is None else "\n".join(shares.table()) + "\n"
         (folder / f"{stem}.txt").write_text(f"{shown}\n{operations}")
-        if shares is not None and self._is_recorder:
+        if shares is not None and is_recorder:
             (folder / SUMMARY_FILE).write_text(json.dumps(shares.record(), indent=1) + "\n")
             sys.stderr.write(shown)
 

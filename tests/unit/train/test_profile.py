@@ -54,6 +54,25 @@ def test_a_run_that_ends_or_resumes_inside_the_range_traces_its_part(tmp_path: P
         assert files == [f"rank-00000-steps-{found}.{kind}" for kind in ("json.gz", "txt")] + ["summary.json"]
 
 
+def test_steps_that_are_asked_for_go_beside_those_of_the_configuration(tmp_path: Path) -> None:
+    told: list[tuple[int, int, str | None]] = []
+    run = RunDir(tmp_path)
+    config = ProfileConfig(enabled=True, steps=[4, 5])
+    traced = StepProfiler(config, run, 0, on_written=lambda *what: told.append(what))
+    other = StepProfiler(config, run, 1, on_written=lambda *what: told.append(what))
+    for step in range(1, 13):
+        for profiler in (traced, other):
+            with profiler.around_step(step):
+                pass
+            if step == 1:
+                profiler.trace(2, 1, [0], "before")
+            if step == 3:
+                # Would meet the configured steps, which are no other's on any rank.
+                profiler.trace(4, 2, [1], "after")
+                profiler.trace(4, 3, [0], "last")
+    assert told == [(2, 2, "before"), (4, 5, None), (6, 7, "after"), (8, 10, "last")]
+
+
 def test_an_error_in_a_traced_step_passes_through(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     profiler = StepProfiler(ProfileConfig(enabled=True, steps=[1, 3]), run, 0)
