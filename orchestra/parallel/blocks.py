@@ -72,9 +72,11 @@ def recompute_blocks(model: Transformer, config: Config, mesh: Mesh) -> None:
     Raises ConfigError where the budget is too small for any choice.
     """
     kinds = kinds_of_layers(config, mesh.layout.dp, is_gpu=mesh.is_gpu)
+    # What is exchanged between ranks divides a mixture's graph: what is repeated of it then runs eager.
+    is_one_graph = config.train.compile is True and mesh.layout.ep == mesh.layout.cp == 1
     for number, layer in model.numbered_layers():
         if kinds[number] is not Recompute.none:
-            layer.forward = recomputed(layer, kinds[number], is_compiled=config.train.compile is True)
+            layer.forward = recomputed(layer, kinds[number], is_one_graph=is_one_graph)
 
 
 def direct_weights(model: Transformer, config: Config, mesh: Mesh) -> dict[str, int]:
@@ -107,11 +109,11 @@ def direct_weights(model: Transformer, config: Config, mesh: Mesh) -> dict[str, 
     }
 
 
-def recomputed(block: nn.Module, kind: Recompute, *, is_compiled: bool = False) -> Callable[..., Any]:
+def recomputed(block: nn.Module, kind: Recompute, *, is_one_graph: bool = False) -> Callable[..., Any]:
     """Return the block's forward with its activations recomputed, fully or but for its products."""
     options: dict[str, Any] = {"use_reentrant": False}
     # A compiler never repeats what changes a counter.
-    is_counted = not is_compiled and any(isinstance(module, Mixture) for module in block.modules())
+    is_counted = not is_one_graph and any(isinstance(module, Mixture) for module in block.modules())
     if kind is Recompute.selective:
         num_sums = sum(isinstance(module, ColumnsProduct) for module in block.modules())
         options["context_fn"] = functools.partial(

@@ -112,6 +112,18 @@ def test_counters_are_those_of_all_ranks_and_of_each_token_once(ranks: Ranks) ->
     assert "moe/layer_0/load" not in expected
 
 
+def test_compiled_blocks_with_exchanges_that_are_recomputed_count_each_token_once(
+    ranks: Ranks,
+) -> None:
+    """An exchange divides what is compiled, and a repetition may then be an eager one."""
+    train = {"compile": True, "recompute": Recompute.full}
+    model = replace(MIXTURE, num_hidden_layers=2)
+    of_ranks = ranks(2).run(loads, config=config_of(model, train=train, zero=1, ep=2))
+    expected = loads(0, 1, config_of(model))
+    key = "moe/layer_1/tokens_per_expert"
+    assert sum(of_ranks[0][key]) == sum(expected[key]) == 12 * 16 * 2
+
+
 def test_a_run_goes_on_bit_for_bit_and_on_another_layout(ranks: Ranks, tmp_path: Path) -> None:
     config = on_ranks("latents, zero 2, full")
     assert_goes_on_bit_for_bit(ranks(2), config, tmp_path / "two", saved=2, last=4)

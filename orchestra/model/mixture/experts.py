@@ -30,6 +30,8 @@ from orchestra.model.weight_gradients import (
 
 # What torch's kernel takes everywhere that it runs.
 _KERNEL_DTYPE = torch.bfloat16
+# 16 bytes: its rows and columns begin at multiples of it.
+_KERNEL_ELEMENTS = 8
 # Where a gradient goes, and whether it adds to what is there.
 _Memory = tuple[Tensor, bool]
 
@@ -51,7 +53,8 @@ class Experts(nn.Module):
         Rows after those of the last expert belong to none; their results mean nothing.
         """
         weights = (self.gate_proj, self.up_proj, self.down_proj)
-        if self._has_kernel:
+        # Without a row the kernel may leave the weights without a gradient.
+        if self._has_kernel and len(rows_ME):
             return _by_kernel(rows_ME, counts_X, *weights)
         tickets = tickets_of(weights) if torch.is_grad_enabled() else []
         return _OneByOne.apply(rows_ME, counts_X, *weights, *tickets)  # type: ignore[no-any-return, no-untyped-call]
@@ -63,7 +66,8 @@ class Experts(nn.Module):
 
     @property
     def _has_kernel(self) -> bool:
-        return self.gate_proj.is_cuda and self.gate_proj.dtype is _KERNEL_DTYPE
+        is_even = all(size % _KERNEL_ELEMENTS == 0 for size in self.gate_proj.shape[1:])
+        return self.gate_proj.is_cuda and self.gate_proj.dtype is _KERNEL_DTYPE and is_even
 
 
 def _by_kernel(

@@ -30,13 +30,11 @@ class ExpertShares:
         return Cut(0, begin, end - begin, self.padded)
 
     def places(self, device: torch.device) -> Tensor:
-        """Return each expert's place [X] (int64) in the room of all ranks."""
-        numbers = [
-            rank * self.padded + place
-            for rank in range(self.num_ranks)
-            for place in range(self._begin(rank + 1) - self._begin(rank))
-        ]
-        return torch.tensor(numbers, device=device)
+        """Return each expert's place [X] (int64) in the room of all ranks, without a copy to the device."""
+        expert_X = torch.arange(self.num_experts, device=device)
+        # The last rank whose share begins no later: the inverse of `_begin`.
+        rank_X = ((expert_X + 1) * self.num_ranks - 1) // self.num_experts
+        return rank_X * self.padded + expert_X - rank_X * self.num_experts // self.num_ranks
 
     def _begin(self, rank: int) -> int:
         return rank * self.num_experts // self.num_ranks

@@ -86,6 +86,9 @@ def _stand(state: RunState) -> str:
     steps = f"{state.step or 0:,} of {planned} steps"
     if state.state is RunPhase.finished:
         return f"{phase} {steps}"
+    if state.state is RunPhase.running and state.step is not None and state.step == state.steps:
+        # As wandb's copy has it, which is made before the run's agent has said its last word.
+        return f"Trained {steps}, and is ending"
     cause = f": {state.cause}" if state.cause and state.state.ended_badly else ""
     return f"{phase} after {steps}{cause}"
 
@@ -165,7 +168,7 @@ def _next(facts: Facts) -> list[str]:
     can_go_on = state.state.ended_early or state.state in (RunPhase.cancelled, RunPhase.died)
     if can_go_on and state.code != EXIT_DO_NOT_RESTART:
         words.append(f"`orchestra resume {state.name}` goes on{_from(state)}")
-    if state.state.is_alive:
+    if state.state.is_alive and state.step != state.steps:
         words.append(f"`orchestra logs {state.name} -f` follows it")
     hosts = [*(each.host for each in facts.slow_now), *(each.host for each in facts.slow_ever)]
     if hosts:

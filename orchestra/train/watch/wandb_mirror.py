@@ -317,9 +317,13 @@ def _log_report(wandb_run: Any, run: RunDir, attempt: int, limit_s: float) -> No
         return
     report = run.path / "report.html"
     command = [sys.executable, "-m", "orchestra", "report", str(run.path), "-o", str(report)]
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        subprocess.run(command, stdin=subprocess.DEVNULL, timeout=_REPORT_SHARE * limit_s, check=False)
-    if report.is_file():
+    # One of before may lie there: only what has been made now is logged.
+    try:
+        limit_s *= _REPORT_SHARE
+        made = subprocess.run(command, stdin=subprocess.DEVNULL, timeout=limit_s, check=False).returncode
+    except subprocess.TimeoutExpired:
+        return
+    if made == 0:
         wandb_run.log_artifact(report, name=f"report-{wandb_run.id}", type="report")
 
 

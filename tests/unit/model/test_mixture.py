@@ -285,7 +285,7 @@ def test_compiled_blocks_equal_eager_ones() -> None:
         for number, parameter in enumerate(block.parameters()):
             fill_normal_(parameter.data, number, parameter.shape, [0] * parameter.dim(), 0.1)
         block.mlp.balance.loss_share.fill_(0.1)
-        forward: Any = recomputed(block, Recompute.full, is_compiled=True) if is_compiled else block
+        forward: Any = recomputed(block, Recompute.full, is_one_graph=True) if is_compiled else block
         if is_compiled:
             forward = torch.compile(forward, backend="aot_eager", fullgraph=True, dynamic=False)
         rotary = (torch.ones(SEQUENCE, 1, 8), torch.zeros(SEQUENCE, 1, 4))

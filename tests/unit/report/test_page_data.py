@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from orchestra.report.page.sweep_page import sweep_page
 from orchestra.report.run_state import read_sweep_state
 from orchestra.run.files import Record
 from orchestra.run.paths import RunDir
+from orchestra.run.record import RunPhase
 from orchestra.run.step_times import RankStepTimes, StepTimesFile, read_step_times
 
 STORED_RUNS = Path(__file__).parents[2] / "golden" / "recorded" / "runs.tar.xz"
@@ -269,6 +271,14 @@ def test_configurations_show_what_differs_and_no_secret(tmp_path: Path) -> None:
     }
     assert differing([{"a": 1}, {"a": 1, "b": 2}]) == {"b": [None, 2]}
     assert "planted" not in json.dumps(page)
+
+
+def test_all_steps_of_a_run_whose_agent_still_lives_are_trained(long: RunDir) -> None:
+    files = read_run(long, NOW)
+    ending = replace(files, state=replace(files.state, state=RunPhase.running))
+    said = run_page(ending, NOW)["verdict"]
+    assert said["sentence"].startswith("Trained 6,000 of 6,000 steps, and is ending, ")
+    assert not any("logs" in word for word in said["next"])
 
 
 def test_no_text_of_a_run_becomes_html(tmp_path: Path) -> None:
