@@ -194,6 +194,16 @@ def test_a_served_page_is_drawn_anew_for_whoever_knows_the_secret(tmp_path: Path
             asking.request("GET", "/" + path.partition("/")[2], headers={"Host": host})
             assert asking.getresponse().status == status
             asking.close()
+        taken = subprocess.run(
+            [*command, "--port", str(port)],
+            cwd=tmp_path,
+            env=environment(),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert taken.returncode == 2
+        assert f"--port {port}: Address already in use; use another one" in taken.stderr
     finally:
         serving.send_signal(signal.SIGINT)
         serving.communicate()

@@ -7,6 +7,7 @@ directory as report.html.
 from __future__ import annotations
 
 import json
+import tempfile
 import time
 import webbrowser
 from argparse import ArgumentParser, Namespace
@@ -91,10 +92,14 @@ def _serve(targets: Sequence[Target], arguments: Namespace) -> int:
         print(address, flush=True)
         print("Ctrl-C ends it; from another machine: ssh -L with this port", flush=True)
         if arguments.open:
-            webbrowser.open(address)
+            # A browser's command line is everybody's to read, and the address is a secret.
+            way.write(f'<meta http-equiv="refresh" content="0; url={address}">')
+            way.flush()
+            webbrowser.open(Path(way.name).as_uri())
 
     make()
-    serve_page(make, arguments.port, announce)
+    with tempfile.NamedTemporaryFile("w", suffix=".html", encoding="utf-8") as way:
+        serve_page(make, arguments.port, announce)
     return EXIT_DONE
 
 

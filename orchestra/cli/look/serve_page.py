@@ -13,15 +13,23 @@ from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+from orchestra.errors import ConfigError
+
 _LOOPBACK = "127.0.0.1"
 
 
 def serve_page(make: Callable[[], str], port: int, announce: Callable[[str], None]) -> None:
-    """Serve what `make` returns until Ctrl-C; `announce` is told the address. Port 0: any that is free."""
+    """Serve what `make` returns until Ctrl-C; `announce` is told the address. Port 0: any that is free.
+
+    Raises ConfigError where the port is taken.
+    """
     secret = secrets.token_urlsafe(16)
 
     class PageRequest(BaseHTTPRequestHandler):
         """Answers one request."""
+
+        # Seconds that a reader may be silent for.
+        timeout = 30
 
         def do_GET(self) -> None:
             """Send the page to whoever knows the secret."""
@@ -48,7 +56,11 @@ def serve_page(make: Callable[[], str], port: int, announce: Callable[[str], Non
         def log_message(self, *_: object) -> None:
             """Say nothing of each request."""
 
-    with ThreadingHTTPServer((_LOOPBACK, port), PageRequest) as server:
+    try:
+        server = ThreadingHTTPServer((_LOOPBACK, port), PageRequest)
+    except OSError as error:
+        raise ConfigError(f"--port {port}: {error.strerror}; use another one, or 0 for a free one") from None
+    with server:
         announce(f"http://{_LOOPBACK}:{server.server_address[1]}/{secret}")
         with contextlib.suppress(KeyboardInterrupt):
             server.serve_forever()

@@ -101,18 +101,19 @@ def run_page(files: RunFiles, now: float) -> Record:
     config = None if files.config is None else planned.resolved(files.config, starts)
     heat = heat_map(read_step_times(files.run), 1 if config is None else config.parallelism.pp)
     times = attempt_times(events, files.all_rows)
+    end = max((each.end for each in times), default=now) if state.state.is_over else now
     attempts = attempt_rows(times, ended_attempts(events), files.began)
     checkpoints = checkpoint_rows(events, files.began)
-    unread: Record = {"why": "its configuration could not be read"}
-    plan = unread if config is None else planned.speed(config)
-    recent = files.rows[-_RECENT_ROWS:]
+    plan: Record = {"why": "its configuration could not be read"}
+    if config is not None:
+        plan = planned.speed(config)
     facts = Facts(
         state=state,
         accounts=accounts,
         attempts=attempts,
         slow_now=slow_ranks(events),
         slow_ever=slow_ones(heat),
-        tokens_per_s=median_of(recent, "tokens_per_s"),
+        tokens_per_s=median_of(files.rows[-_RECENT_ROWS:], "tokens_per_s"),
         planned_tokens_per_s=plan.get("tokens_per_s"),
         checkpoints=checkpoints,
     )
@@ -139,11 +140,7 @@ def run_page(files: RunFiles, now: float) -> Record:
         "memory": None if config is None else planned.memory(config, files.rows),
         "checkpoints": checkpoints,
         "passed_over": passed_over_checkpoints(events),
-        "newest_checkpoint": _age(
-            checkpoints,
-            files.began,
-            max((each.end for each in times), default=now) if state.state.is_over else now,
-        ),
+        "newest_checkpoint": _age(checkpoints, files.began, end),
         "profile": _profile(files.run),
         "energy": _energy(files.rows),
         "config": flat_config(files.run.config),

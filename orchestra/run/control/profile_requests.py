@@ -7,7 +7,6 @@ steps. A request names one attempt, so that an old one traces no later attempt. 
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import secrets
 import socket
@@ -15,9 +14,9 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from orchestra.run.control.request_files import read_request_files, write_request_file
 from orchestra.run.control.stop_requests import user_name
 from orchestra.run.events import is_number, is_whole
-from orchestra.run.files import names_in, read_json, write_atomically
 from orchestra.run.paths import RunDir
 
 # So many ranks can be named in one request, and so many steps be traced: a trace takes megabytes a step.
@@ -51,9 +50,7 @@ def write_request(run: RunDir, attempt: int, steps: int, ranks: tuple[int, ...])
     """
     token = token_of(secrets.randbits(_TOKEN_BITS))
     request = ProfileRequest(attempt, steps, ranks, token, time.time(), user_name(), socket.gethostname())
-    run.control.mkdir(exist_ok=True)
-    text = json.dumps(dataclasses.asdict(request)) + "\n"
-    write_atomically(run.profile_request(attempt, token), text, is_synced=False)
+    write_request_file(run.profile_request(attempt, token), request)
     return request
 
 
@@ -61,11 +58,7 @@ def read_requests(run: RunDir, attempt: int) -> list[ProfileRequest]:
     """Return the requests to trace `attempt`, oldest first; what is no request is passed over. Raises OSError
     where the folder is there and cannot be read.
     """
-    start, end = run.profile_request(attempt, "*").name.split("*")
-    names = [name for name in names_in(run.control) if name.startswith(start) and name.endswith(end)]
-    requests = [_from_record(read_json(run.control / name) or {}) for name in names]
-    meant = [request for request in requests if request is not None and request.attempt == attempt]
-    return sorted(meant, key=lambda request: request.time)
+    return read_request_files(run.profile_request(attempt, "*"), attempt, _from_record)
 
 
 def _from_record(record: dict[str, Any]) -> ProfileRequest | None:

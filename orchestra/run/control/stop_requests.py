@@ -8,7 +8,6 @@ later attempt. Standard library only.
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import pwd
 import re
@@ -18,8 +17,9 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from orchestra.run.control.request_files import read_request_files, write_request_file
 from orchestra.run.events import is_number, is_whole
-from orchestra.run.files import names_in, read_json, write_atomically
+from orchestra.run.files import names_in
 from orchestra.run.paths import RunDir
 
 # Reasons other than a signal's ("signal SIGTERM").
@@ -67,9 +67,7 @@ def write_request(run: RunDir, attempt: int, reason: str, *, at_once: bool = Fal
     request = StopRequest(
         attempt, reason, time.time(), user_name(), socket.gethostname(), os.getpid(), at_once
     )
-    run.control.mkdir(exist_ok=True)
-    file = run.stop_request(attempt, secrets.token_hex(_TOKEN_BYTES))
-    write_atomically(file, json.dumps(dataclasses.asdict(request)) + "\n", is_synced=False)
+    write_request_file(run.stop_request(attempt, secrets.token_hex(_TOKEN_BYTES)), request)
     return request
 
 
@@ -77,11 +75,7 @@ def read_requests(run: RunDir, attempt: int) -> list[StopRequest]:
     """Return the requests to stop `attempt`, oldest first; what is no request is passed over. Raises OSError
     where the folder is there and cannot be read.
     """
-    start, end = run.stop_request(attempt, "*").name.split("*")
-    names = [name for name in names_in(run.control) if name.startswith(start) and name.endswith(end)]
-    requests = [from_record(read_json(run.control / name) or {}) for name in names]
-    meant = [request for request in requests if request is not None and request.attempt == attempt]
-    return sorted(meant, key=lambda request: request.time)
+    return read_request_files(run.stop_request(attempt, "*"), attempt, from_record)
 
 
 def requested_attempt(run: RunDir) -> int | None:
