@@ -19,10 +19,10 @@ from pathlib import Path
 
 from conf.schema import WandbMode
 from orchestra.alerts import prometheus
-from orchestra.alerts.announced import News, event_of, news, open_alerts
+from orchestra.alerts.announced import News, OpenAlert, event_of, news, open_alerts
 from orchestra.alerts.detect import Findings, look
 from orchestra.alerts.observe import observe
-from orchestra.alerts.observed import Limits, ObservedRun
+from orchestra.alerts.observed import Alert, Limits, ObservedRun
 from orchestra.alerts.outlets import TERMINAL, Outlet, Printed, UndeliveredError, mail, record_of, webhook
 from orchestra.alerts.upkeep_detectors import failing_members
 from orchestra.cli.text.describe import invocation, note_unanswered
@@ -179,8 +179,8 @@ class Watch:
     seen: list[prometheus.Seen] = field(default_factory=list)
     # A file of events for each run that something was said of.
     _writers: dict[Path, EventWriter | None] = field(default_factory=dict)
-    # The runs and keys of alerts that this terminal shows.
-    _shown: set[tuple[Path, str]] = field(default_factory=set)
+    # What this terminal shows of each run, by the alerts' keys.
+    _shown: dict[Path, dict[str, Alert]] = field(default_factory=dict)
     # What was said of runs whose events cannot be written.
     _remembered: dict[Path, list[Record]] = field(default_factory=dict)
     _name: str = field(default_factory=lambda: f"watch.{socket.gethostname()}.{secrets.token_hex(4)}")
@@ -234,19 +234,22 @@ class Watch:
             outlets.append(WandbAlert(None if observed.config is None else observed.config.wandb.mode))
         events = read_events(run) if observed is None else list(observed.events)
         events += self._remembered.get(run.path, [])
-        known = open_alerts(events, name)
-        for key, each in known.items():
-            if (run.path, key) in self._shown:
-                known[key] = replace(each, told=each.told | {TERMINAL})
+        known = open_alerts(sorted(events, key=lambda event: event["time"]), name)
+        shown = self._shown.setdefault(run.path, {})
+        for key, alert in shown.items():
+            # Another watch may have recorded its end.
+            each = known.get(key, OpenAlert(alert, frozenset(), ended=now))
+            known[key] = replace(each, told=each.told | {TERMINAL})
         for change in news(findings, known, [outlet.name for outlet in outlets], now):
             told = self._tell(outlets, change, name)
             if TERMINAL in told:
                 # Another terminal has not shown it.
                 told.remove(TERMINAL)
-                self._shown.add((run.path, change.alert.key))
-            if change.ended is not None:
-                self._shown.discard((run.path, change.alert.key))
-            if change.ended is None and change.alert.key in known and not told:
+                if change.ended is None:
+                    shown[change.alert.key] = change.alert
+                else:
+                    shown.pop(change.alert.key, None)
+            if change.is_recorded and not told:
                 continue
             if self.is_dry:
                 self._remember(run, change, told)

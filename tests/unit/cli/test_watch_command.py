@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import re
 import socketserver
@@ -19,6 +20,9 @@ from support.run_records import led_here, submitted_sweep
 from support.waiting import eventually
 
 from conf.schema import CheckpointConfig, Config
+from orchestra.alerts.observed import Limits
+from orchestra.alerts.outlets import Printed
+from orchestra.cli.look.watch_command import Watch
 from orchestra.errors import EXIT_ALERT, EXIT_DONE, EXIT_UNSEEN, EXIT_USAGE
 from orchestra.run.config_file import write_config
 from orchestra.run.events import EventWriter, read_events
@@ -52,6 +56,7 @@ class Posts:
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
+        self.paths: list[str] = []
         self.answer = 200
 
 
@@ -64,6 +69,7 @@ def posts() -> Iterator[tuple[Posts, str]]:
             body = self.rfile.read(int(self.headers["Content-Length"]))
             if received.answer == 200:
                 received.bodies.append(json.loads(body))
+                received.paths.append(self.path)
             self.send_response(received.answer)
             self.end_headers()
 
@@ -130,6 +136,32 @@ def test_an_outlet_that_fails_says_so_without_the_address_and_is_tried_again(
     orchestra(*words, code=EXIT_ALERT)
     orchestra(*words, code=EXIT_ALERT)
     assert len(received.bodies) == 1
+
+
+def test_each_address_hears_the_beginning_and_the_end_whoever_recorded_it(
+    orchestra: CommandLine, first: RunDir, posts: tuple[Posts, str]
+) -> None:
+    received, url = posts
+    both = [("watch", "first", "--once", "--disk-gib", "0", "--webhook", f"{url}/{name}") for name in "ab"]
+    stream = io.StringIO()
+    terminal = Watch(Limits(disk_free_bytes=0), [Printed(stream)])
+    terminal.look([first])
+    for words in both * 2:
+        orchestra(*words, code=EXIT_ALERT)
+    add_rows(first, range(31, 51), time.time())
+    received.answer = 503
+    assert "stall was not told" in orchestra(*both[0], code=EXIT_UNSEEN).err
+    received.answer = 200
+    for words in both * 2:
+        orchestra(*words, code=EXIT_UNSEEN)
+    heard = [(path[-1], body["state"]) for path, body in zip(received.paths, received.bodies, strict=True)]
+    assert heard == [("a", "raised"), ("b", "raised"), ("a", "ended"), ("b", "ended")]
+    terminal.look([first])
+    add_rows(first, range(51, 71), time.time() - 3600)
+    for _ in range(2):
+        terminal.look([first])
+    said = [line.split()[0] for line in stream.getvalue().splitlines() if not line.startswith(" ")]
+    assert said == ["ALERT", "over:", "ALERT"]
 
 
 def test_a_mail_goes_through_the_server_that_is_named(orchestra: CommandLine, first: RunDir) -> None:
