@@ -79,8 +79,14 @@ class Printed:
 
     def tell(self, change: News) -> None:
         text = json.dumps(record_of(change)) if self.is_json else words_of(change)
-        self.stream.write(f"{text}\n")
-        self.stream.flush()
+        try:
+            self.stream.write(f"{text}\n")
+            self.stream.flush()
+        except BrokenPipeError:
+            # Whoever read it has gone: there is no next look.
+            raise
+        except OSError as error:
+            raise UndeliveredError(f"it cannot be printed: {error.strerror}") from error
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from orchestra.alerts import prometheus
 from orchestra.alerts.announced import News, OpenAlert, event_of, news, open_alerts
 from orchestra.alerts.detect import Findings, look
 from orchestra.alerts.observe import observe
-from orchestra.alerts.observed import Alert, Limits, ObservedRun
+from orchestra.alerts.observed import Alert, CannotSee, Limits, ObservedRun
 from orchestra.alerts.outlets import TERMINAL, Outlet, Printed, UndeliveredError, mail, record_of, webhook
 from orchestra.alerts.upkeep_detectors import failing_members
 from orchestra.cli.text.describe import invocation, note_unanswered
@@ -33,7 +33,8 @@ from orchestra.report.run_state import RunState, SweepState
 from orchestra.report.scheduler import read_states
 from orchestra.run.events import EventWriter, read_events
 from orchestra.run.files import Record
-from orchestra.run.paths import RunDir
+from orchestra.run.paths import RunDir, SweepDir
+from orchestra.run.record import RunPhase
 
 _EVERY_S = 30.0
 _VERBS = ("status", "logs", "why", "resume", "cancel", "profile", "checkpoint ls")
@@ -113,7 +114,7 @@ def run(arguments: Namespace) -> int:
     while True:
         looks, goes_on = watch.look(targets)
         if arguments.prometheus is not None and not arguments.dry_run:
-            prometheus.write(arguments.prometheus, watch.seen, time.time())
+            looks += watch.export(arguments.prometheus)
         if arguments.once or not goes_on:
             break
         time.sleep(arguments.every)
@@ -177,11 +178,9 @@ class Watch:
     is_dry: bool = False
     # The runs of the last look.
     seen: list[prometheus.Seen] = field(default_factory=list)
-    # A file of events for each run that something was said of.
-    _writers: dict[Path, EventWriter | None] = field(default_factory=dict)
     # What this terminal shows of each run, by the alerts' keys.
     _shown: dict[Path, dict[str, Alert]] = field(default_factory=dict)
-    # What was said of runs whose events cannot be written.
+    # What was said of runs and does not stand in their events: a disk was full, or it is dry.
     _remembered: dict[Path, list[Record]] = field(default_factory=dict)
     _name: str = field(default_factory=lambda: f"watch.{socket.gethostname()}.{secrets.token_hex(4)}")
     _noted: set[str] = field(default_factory=set)
@@ -190,7 +189,7 @@ class Watch:
         """Look at all of them once, and say what is new; return what was found, and whether one goes on."""
         now = time.time()
         self.seen = []
-        states, problems = read_states(targets, now)
+        states, problems = self._states(targets, now)
         if problems and not self._noted.intersection(problems):
             note_unanswered(problems)
             self._noted.update(problems)
@@ -204,36 +203,92 @@ class Watch:
             for state in states
             for phase in (state.counts if isinstance(state, SweepState) else [state.state])
         ]
-        return looks, any(phase.goes_on for phase in phases)
+        is_unknown = any(isinstance(state, SweepState) and state.problem is not None for state in states)
+        return looks, is_unknown or any(phase.goes_on for phase in phases)
+
+    def export(self, file: Path) -> list[OneLook]:
+        """Write the numbers of the last look for Prometheus; return what says so where that fails."""
+        try:
+            prometheus.write(file, self.seen, time.time())
+        except OSError as error:
+            return [self._unseen("prometheus", str(file), "not written", error)]
+        return []
+
+    def _states(self, targets: Sequence[Target], now: float) -> tuple[list[RunState | SweepState], list[str]]:
+        """Ask for all of them at once, or for each by itself where one of them cannot be read."""
+        try:
+            return read_states(targets, now)
+        except (OSError, ConfigError) as error:
+            if len(targets) > 1:
+                each = [self._states([target], now) for target in targets]
+                problems = dict.fromkeys(problem for _, of_one in each for problem in of_one)
+                return [state for states, _ in each for state in states], list(problems)
+            (target,) = targets
+            if isinstance(target, SweepDir):
+                return [SweepState(target, (), problem=str(error))], []
+            unreadable = RunState(target.name, str(target.path), RunPhase.unreadable, 0, cause=str(error))
+            return [unreadable], []
 
     def _of_sweep(self, state: SweepState, now: float) -> list[OneLook]:
         """Look at a sweep as a whole, and at those of its members that are under way."""
-        own = RunDir(state.sweep.path)
+        own, name = RunDir(state.sweep.path), state.sweep.name
         if state.problem is not None:
-            raise ConfigError(state.problem)
+            return [self._unseen("sweep", name, RunPhase.unreadable, state.problem)]
         findings = Findings.of(failing_members(state, self.limits, now, invocation("why", state.sweep)))
-        self._say(own, state.sweep.name, findings, now, None)
         counted = ", ".join(f"{number} {phase}" for phase, number in state.counts.items())
-        members = [self._of_run(each.state, now) for each in state.members if each.state.state.goes_on]
-        return [OneLook(state.sweep.name, counted, findings), *members]
+        try:
+            events = read_events(own)
+        except OSError as error:
+            looks = [self._unseen("sweep", name, counted, error)]
+        else:
+            self._say(own, name, findings, now, events, self.outlets)
+            looks = [OneLook(name, counted, findings)]
+        return [
+            *looks,
+            *(self._of_run(each.state, now) for each in state.members if each.state.state.goes_on),
+        ]
 
     def _of_run(self, state: RunState, now: float) -> OneLook:
         run = RunDir(Path(state.path))
-        observed = observe(state, now, {verb: invocation(verb, run) for verb in _VERBS})
+        try:
+            observed = observe(state, now, {verb: invocation(verb, run) for verb in _VERBS})
+        except (OSError, ConfigError) as error:
+            # What is read when it is in the midst of a change, or of a folder that went away.
+            observed = ObservedRun(state.name, now, RunPhase.unreadable, cause=str(error))
         findings = look(observed, self.limits)
         self.seen.append(prometheus.Seen(state, observed, findings))
-        self._say(run, state.name, findings, now, observed)
+        if observed.state is RunPhase.unreadable:
+            # What was wrong may still be.
+            return self._unseen("ended_badly", state.name, observed.state, observed.cause or "unreadable")
+        outlets = list(self.outlets)
+        if self.to_wandb:
+            outlets.append(WandbAlert(None if observed.config is None else observed.config.wandb.mode))
+        self._say(run, state.name, findings, now, observed.events, outlets)
         return OneLook(state.name, str(state.state), findings)
 
+    def _unseen(self, detector: str, name: str, state: str, why: str | OSError) -> OneLook:
+        """Note once why something cannot be seen, and return it as what a look at it found."""
+        words = why if isinstance(why, str) else why.strerror or str(why)
+        self._note(f"{name} cannot be seen: {words}" if detector != "prometheus" else f"{name}: {words}")
+        return OneLook(name, state, Findings(unseen=[CannotSee(detector, name, words)]))
+
+    def _note(self, text: str) -> None:
+        if text not in self._noted:
+            self._noted.add(text)
+            print(f"note: {text}", file=sys.stderr)
+
     def _say(
-        self, run: RunDir, name: str, findings: Findings, now: float, observed: ObservedRun | None
+        self,
+        run: RunDir,
+        name: str,
+        findings: Findings,
+        now: float,
+        recorded: Sequence[Record],
+        outlets: Sequence[Outlet],
     ) -> None:
         """Tell each outlet what it does not know, and keep in the run's events what it was told."""
-        outlets = list(self.outlets)
-        if self.to_wandb and observed is not None:
-            outlets.append(WandbAlert(None if observed.config is None else observed.config.wandb.mode))
-        events = read_events(run) if observed is None else list(observed.events)
-        events += self._remembered.get(run.path, [])
+        events = [*recorded, *self._remembered.get(run.path, ())]
+        self._record(run)
         known = open_alerts(sorted(events, key=lambda event: event["time"]), name)
         shown = self._shown.setdefault(run.path, {})
         for key, alert in shown.items():
@@ -251,10 +306,10 @@ class Watch:
                     shown.pop(change.alert.key, None)
             if change.is_recorded and not told:
                 continue
-            if self.is_dry:
-                self._remember(run, change, told)
-            else:
-                self._keep(run, change, told, last_attempt(events) or 0)
+            word, evidence = event_of(change, told)
+            stamp = {"event": word, "time": time.time(), "attempt": last_attempt(events) or 0}
+            self._remembered.setdefault(run.path, []).append({**stamp, **evidence})
+        self._record(run)
 
     def _tell(self, outlets: Sequence[Outlet], change: News, name: str) -> list[str]:
         """Return the names of the outlets that were told."""
@@ -269,30 +324,19 @@ class Watch:
                 print(f"note: {name}: {change.alert.key} was not told: {error}", file=sys.stderr)
         return told
 
-    def _keep(self, run: RunDir, change: News, told: list[str], attempt: int) -> None:
-        name, evidence = event_of(change, told)
+    def _record(self, run: RunDir) -> None:
+        """Write what is remembered into the run's events; what cannot be written stays for the next look."""
+        remembered = self._remembered.get(run.path)
+        if self.is_dry or not remembered:
+            return
         try:
-            if run.path not in self._writers:
-                self._writers[run.path] = EventWriter(run, self._name, attempt)
-            writer = self._writers[run.path]
-            if writer is not None:
-                writer.write(name, **evidence)
-                return
+            # No file stays open: a sweep has thousands of runs.
+            with contextlib.closing(EventWriter(run, self._name, 0)) as writer:
+                while remembered:
+                    writer.write(**remembered[0])
+                    remembered.pop(0)
         except OSError as error:
-            self._writers[run.path] = None
-            print(f"note: {run.path}: alerts cannot be recorded: {error.strerror}", file=sys.stderr)
-        self._remember(run, change, told)
-
-    def _remember(self, run: RunDir, change: News, told: list[str]) -> None:
-        name, evidence = event_of(change, told)
-        record = {"event": name, "time": time.time(), **evidence}
-        self._remembered.setdefault(run.path, []).append(record)
-
-    def close(self) -> None:
-        for writer in self._writers.values():
-            with contextlib.suppress(OSError):
-                if writer is not None:
-                    writer.close()
+            self._note(f"{run.path}: alerts cannot be recorded: {error.strerror}")
 
 
 def _print_whole(looks: Sequence[OneLook], arguments: Namespace) -> None:

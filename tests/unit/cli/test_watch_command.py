@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import re
+import resource
 import socketserver
 import threading
 import time
@@ -259,6 +260,44 @@ def test_a_sweep_is_watched_with_its_members(
     assert of_sweep["name"] == "lr-sweep"
     assert [alert["detector"] for alert in of_sweep["alerts"]] == ["sweep"]
     assert "1 of 2 members that ended went wrong" in of_sweep["alerts"][0]["evidence"]
+
+
+_NOTED = ("sweep.json", "alerts cannot be recorded: File too large", "orchestra.prom")
+
+
+def test_what_cannot_be_read_or_written_is_told_once_and_the_others_are_still_watched(
+    orchestra: CommandLine, first: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep, stream = submitted_sweep(tmp_path, 1), io.StringIO()
+    sweep.record.write_text("{")
+    watch = Watch(Limits(disk_free_bytes=0), [Printed(stream)])
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for limit in (0, soft):
+        # As on a full disk: not a byte more can be written.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        try:
+            looks, goes_on = watch.look([sweep, first])
+            unwritten = watch.export(tmp_path / "missing" / "orchestra.prom")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert goes_on
+        assert [(each.name, bool(each.findings.alerts)) for each in looks] == [
+            ("lr-sweep", False),
+            ("first", True),
+        ]
+        assert [blind.detector for each in (looks[0], *unwritten) for blind in each.findings.unseen] == [
+            "sweep",
+            "prometheus",
+        ]
+        recorded = [event["key"] for event in read_events(first) if event["event"] == "alert_raised"]
+        assert recorded == ([] if limit == 0 else ["stall"])
+    assert stream.getvalue().count("ALERT first: stall") == 1
+    notes = capsys.readouterr().err.splitlines()
+    assert [next(i for i, note in enumerate(notes) if word in note) for word in _NOTED] == [0, 1, 2]
+    assert len(notes) == len(_NOTED)
+    file = str(tmp_path / "missing" / "orchestra.prom")
+    said = orchestra("watch", "first", "--once", "--prometheus", file, code=EXIT_ALERT)
+    assert f"note: {file}: No such file or directory" in said.err
 
 
 @pytest.mark.parametrize(
