@@ -19,7 +19,7 @@ from pathlib import Path
 
 from conf.schema import WandbMode
 from orchestra.alerts import prometheus
-from orchestra.alerts.announced import News, OpenAlert, event_of, news, open_alerts
+from orchestra.alerts.announced import ENDED, RAISED, News, OpenAlert, event_of, news, open_alerts
 from orchestra.alerts.detect import Findings, look
 from orchestra.alerts.observe import observe
 from orchestra.alerts.observed import Alert, CannotSee, Limits, ObservedRun
@@ -110,6 +110,7 @@ def run(arguments: Namespace) -> int:
         outlets=_outlets(arguments),
         to_wandb=arguments.wandb and not arguments.dry_run,
         is_dry=arguments.dry_run,
+        is_exported=file is not None and not arguments.dry_run,
     )
     while True:
         looks, goes_on = watch.look(targets)
@@ -176,8 +177,12 @@ class Watch:
     outlets: Sequence[Outlet]
     to_wandb: bool = False
     is_dry: bool = False
-    # The runs of the last look.
-    seen: list[prometheus.Seen] = field(default_factory=list)
+    # Whether somebody asks for the numbers of all runs, also of those that have ended.
+    is_exported: bool = False
+    # The runs of the last look, by their paths: a member may be named beside its sweep.
+    seen: dict[Path, prometheus.Seen] = field(default_factory=dict)
+    # Members that ended, as they were when they did.
+    _over: dict[Path, prometheus.Seen] = field(default_factory=dict)
     # What this terminal shows of each run, by the alerts' keys.
     _shown: dict[Path, dict[str, Alert]] = field(default_factory=dict)
     # What was said of runs and does not stand in their events: a disk was full, or it is dry.
@@ -188,7 +193,7 @@ class Watch:
     def look(self, targets: Sequence[Target]) -> tuple[list[OneLook], bool]:
         """Look at all of them once, and say what is new; return what was found, and whether one goes on."""
         now = time.time()
-        self.seen = []
+        self.seen = {}
         states, problems = self._states(targets, now)
         if problems and not self._noted.intersection(problems):
             note_unanswered(problems)
@@ -209,7 +214,7 @@ class Watch:
     def export(self, file: Path) -> list[OneLook]:
         """Write the numbers of the last look for Prometheus; return what says so where that fails."""
         try:
-            prometheus.write(file, self.seen, time.time())
+            prometheus.write(file, list(self.seen.values()), time.time())
         except OSError as error:
             return [self._unseen("prometheus", str(file), "not written", error)]
         return []
@@ -230,7 +235,7 @@ class Watch:
             return [unreadable], []
 
     def _of_sweep(self, state: SweepState, now: float) -> list[OneLook]:
-        """Look at a sweep as a whole, and at those of its members that are under way."""
+        """Look at a sweep as a whole, and at those of its members that go on or have alerts to end."""
         own, name = RunDir(state.sweep.path), state.sweep.name
         if state.problem is not None:
             return [self._unseen("sweep", name, RunPhase.unreadable, state.problem)]
@@ -243,20 +248,48 @@ class Watch:
         else:
             self._say(own, name, findings, now, events, self.outlets)
             looks = [OneLook(name, counted, findings)]
-        return [
-            *looks,
-            *(self._of_run(each.state, now) for each in state.members if each.state.state.goes_on),
-        ]
+        for each in state.members:
+            if each.state.state.goes_on or self._has_alerts(each.run, name):
+                looks.append(self._of_run(each.state, now))
+            elif self.is_exported:
+                self.seen[each.run.path] = self._ended(each.state, now)
+        return looks
 
-    def _of_run(self, state: RunState, now: float) -> OneLook:
+    def _has_alerts(self, run: RunDir, name: str) -> bool:
+        """Whether an alert about it has yet to end, or somebody here has yet to hear of its end."""
+        if self._shown.get(run.path) or self._remembered.get(run.path):
+            return True
+        try:
+            known = open_alerts(read_events(run, (RAISED, ENDED)), name)
+        except OSError:
+            # Looking at it tells why.
+            return True
+        names = {outlet.name for outlet in self.outlets}
+        return any(each.ended is None or each.told & names for each in known.values())
+
+    def _ended(self, state: RunState, now: float) -> prometheus.Seen:
+        """Return a member that has ended as it was when this was first seen: its records are long."""
+        path = Path(state.path)
+        before = self._over.get(path)
+        if before is None or (before.state.state, before.state.attempts) != (state.state, state.attempts):
+            seen = self._see(state, now)
+            last = replace(seen.observed, rows=seen.observed.rows[-1:], events=(), nodes=())
+            before = self._over[path] = replace(seen, observed=last)
+        return before
+
+    def _see(self, state: RunState, now: float) -> prometheus.Seen:
         run = RunDir(Path(state.path))
         try:
             observed = observe(state, now, {verb: invocation(verb, run) for verb in _VERBS})
         except (OSError, ConfigError) as error:
             # What is read when it is in the midst of a change, or of a folder that went away.
             observed = ObservedRun(state.name, now, RunPhase.unreadable, cause=str(error))
-        findings = look(observed, self.limits)
-        self.seen.append(prometheus.Seen(state, observed, findings))
+        return prometheus.Seen(state, observed, look(observed, self.limits))
+
+    def _of_run(self, state: RunState, now: float) -> OneLook:
+        run, seen = RunDir(Path(state.path)), self._see(state, now)
+        observed, findings = seen.observed, seen.findings
+        self.seen[run.path] = seen
         if observed.state is RunPhase.unreadable:
             # What was wrong may still be.
             return self._unseen("ended_badly", state.name, observed.state, observed.cause or "unreadable")

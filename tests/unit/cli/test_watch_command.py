@@ -300,6 +300,34 @@ def test_what_cannot_be_read_or_written_is_told_once_and_the_others_are_still_wa
     assert f"note: {file}: No such file or directory" in said.err
 
 
+def test_a_member_that_ends_takes_its_alert_along_and_keeps_its_numbers(
+    first: RunDir, tmp_path: Path
+) -> None:
+    sweep, stream = submitted_sweep(tmp_path, 3), io.StringIO()
+    for index in range(2):
+        run = led_here(sweep.member(index))
+        EventWriter(run, "attempt-000.rank-00000", 0, rank=0).write("training_started", world_size=1)
+        add_rows(run, range(1, 31), time.time() - 3600)
+    watch = Watch(Limits(disk_free_bytes=0), [Printed(stream)], is_exported=True)
+    watch.look([sweep])
+    led_here(sweep.member(1), attempt=1)
+    led_here(sweep.member(0), ended=0)
+    for _ in range(2):
+        looks, _ = watch.look([sweep, sweep.member(0)])
+        watch.export(file := tmp_path / "orchestra.prom")
+        states = [line for line in file.read_text().splitlines() if line.startswith("orchestra_run_state{")]
+        assert len(states) == 3
+        assert f'path="{sweep.member(0).path}",state="finished"}} 1.0' in "\n".join(states)
+    assert [each.name for each in looks].count("lr-sweep/000") == 1
+    said = [line.split(",")[0] for line in stream.getvalue().splitlines() if "000: stall" in line]
+    assert [line.split(" (")[0] for line in said] == [
+        "ALERT lr-sweep/000: stall",
+        "over: lr-sweep/000: stall",
+    ]
+    attempts = {event["event"]: event["attempt"] for event in read_events(sweep.member(1)) if "key" in event}
+    assert attempts == {"alert_raised": 0, "alert_ended": 1}
+
+
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
