@@ -29,7 +29,7 @@ def stall(run: ObservedRun, limits: Limits) -> Sequence[Finding]:
     attempt = run.training
     if attempt is None:
         return []
-    rows = [row for row in run.own_rows if is_number(row.get("time"))]
+    rows = run.own_rows
     waits = [later["time"] - earlier["time"] for earlier, later in itertools.pairwise(rows[-_BEFORE:])]
     if len(waits) < _FEWEST_WAITS:
         return [run.cannot_see("stall", f"{len(rows)} of {_FEWEST_WAITS + 1} rows in this attempt so far")]
@@ -189,7 +189,7 @@ def _silent_ranks(run: ObservedRun, limits: Limits) -> Sequence[Finding]:
     ]
     if not silent:
         return []
-    last_row = max((row["time"] for row in run.own_rows if is_number(row.get("time"))), default=0.0)
+    last_row = max((row["time"] for row in run.own_rows), default=0.0)
     stalls = [event for event in run.events if event["event"] == "step_stalled" and event["time"] >= last_row]
     newest = {event.get("node"): positions_in(event) for event in stalls}
     behind = least_advanced([position for positions in newest.values() for position in positions])

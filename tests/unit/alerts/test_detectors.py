@@ -220,6 +220,12 @@ def test_evidence_names_the_rank_the_step_and_the_checkpoint_to_go_back_to(tmp_p
     assert "ValueError" in stormy.evidence
 
 
+def test_rows_without_a_time_are_passed_over(recorded: RecordedRun) -> None:
+    steady(recorded).train(10, FALLING, seconds=1.4).train(1, lambda _: 9.0, seconds=1.4, time=None)
+    recorded.train(12, FALLING, seconds=1.4).train(1, lambda _: float("nan"), seconds=1.4, time=None)
+    assert [key for key in recorded.alerts() if not key.startswith("disk")] == ["throughput:own"]
+
+
 def test_failures_that_are_far_apart_and_each_went_further_are_no_storm(recorded: RecordedRun) -> None:
     assert "restart_storm" not in old_failures(recorded).alerts()
 
