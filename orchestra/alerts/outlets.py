@@ -7,6 +7,7 @@ from __future__ import annotations
 import email.message
 import email.utils
 import hashlib
+import http.client
 import json
 import shutil
 import smtplib
@@ -17,9 +18,10 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol, TextIO
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TextIO
 from urllib.parse import urlsplit
+from urllib.request import Request
 
 from orchestra.alerts.announced import News
 from orchestra.errors import ConfigError, OrchestraError
@@ -96,7 +98,7 @@ class Webhook:
     The address may hold a secret: no message of ours says more of it than its host.
     """
 
-    url: str
+    url: str = field(repr=False)
 
     @property
     def name(self) -> str:
@@ -109,13 +111,21 @@ class Webhook:
     def tell(self, change: News) -> None:
         body = json.dumps({"text": words_of(change), **record_of(change)}).encode()
         headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(self.url, body, headers, method="POST")
+        request = Request(self.url, body, headers, method="POST")
 
         def send() -> None:
-            with urllib.request.urlopen(request, timeout=SEND_S):
+            with urllib.request.build_opener(_NoRedirects).open(request, timeout=SEND_S):
                 pass
 
         _within_limit(f"webhook at {self.host}", send)
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Takes a redirect for the failure that it is: what follows one is a GET, and nobody gets the alert."""
+
+    def redirect_request(self, *_: Any) -> None:
+        # Without another request the answer is an HTTPError.
+        return None
 
 
 def _named(kind: str, address: str) -> str:
@@ -125,8 +135,14 @@ def _named(kind: str, address: str) -> str:
 
 def webhook(url: str) -> Webhook:
     """Return the outlet of an address. Raises ConfigError where it is none."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    if not url.isprintable() or " " in url:
+        raise ConfigError("--webhook: the address holds a space or a control character; expected none")
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_address = False
+    if not is_address:
         raise ConfigError(
             "--webhook: expected an address that begins with https:// or http://, or @FILE with one"
         )
@@ -197,7 +213,10 @@ def _within_limit(what: str, send: Callable[[], None]) -> None:
             problem[0] = f"it answered {error.code}"
         except urllib.error.URLError as error:
             problem[0] = str(error.reason)
-        except (OSError, smtplib.SMTPException, subprocess.TimeoutExpired, ValueError) as error:
+        except (http.client.HTTPException, ValueError) as error:
+            # Their words hold the address, or what a server sent.
+            problem[0] = type(error).__name__
+        except (OSError, smtplib.SMTPException, subprocess.TimeoutExpired) as error:
             problem[0] = str(error) or type(error).__name__
         else:
             problem.clear()

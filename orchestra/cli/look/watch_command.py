@@ -137,6 +137,8 @@ def _outlets(arguments: Namespace) -> list[Outlet]:
                 url = Path(url[1:]).expanduser().read_text().strip()
             except OSError as error:
                 raise ConfigError(f"--webhook {url}: cannot be read: {error.strerror}") from error
+            except UnicodeDecodeError as error:
+                raise ConfigError(f"--webhook {url}: cannot be read: it holds no text") from error
         outlets.append(webhook(url))
     if arguments.mail is not None:
         outlets.append(mail(arguments.mail, arguments.smtp))

@@ -72,6 +72,11 @@ def posts() -> Iterator[tuple[Posts, str]]:
                 received.bodies.append(json.loads(body))
                 received.paths.append(self.path)
             self.send_response(received.answer)
+            self.send_header("Location", "/elsewhere")
+            self.end_headers()
+
+        def do_GET(self) -> None:
+            self.send_response(200)
             self.end_headers()
 
         def log_message(self, *_: object) -> None:
@@ -128,11 +133,12 @@ def test_an_outlet_that_fails_says_so_without_the_address_and_is_tried_again(
     orchestra: CommandLine, first: RunDir, posts: tuple[Posts, str]
 ) -> None:
     received, url = posts
-    received.answer = 503
     words = ("watch", "first", "--once", "--webhook", url)
-    said = orchestra(*words, code=EXIT_ALERT)
-    assert "note: first: stall was not told: webhook at 127.0.0.1: it answered 503" in said.err
-    assert "secret-word" not in said.out + said.err
+    for code in (503, 302, 307):
+        received.answer = code
+        said = orchestra(*words, code=EXIT_ALERT)
+        assert f"note: first: stall was not told: webhook at 127.0.0.1: it answered {code}" in said.err
+        assert "secret-word" not in said.out + said.err
     received.answer = 200
     orchestra(*words, code=EXIT_ALERT)
     orchestra(*words, code=EXIT_ALERT)
@@ -332,6 +338,10 @@ def test_a_member_that_ends_takes_its_alert_along_and_keeps_its_numbers(
     ("words", "problem"),
     [
         (("--webhook", "ftp://somewhere"), "expected an address that begins with https://"),
+        (("--webhook", "https://[secret-word"), "expected an address that begins with https://"),
+        (("--webhook", "https://here:secret-word/"), "expected an address that begins with https://"),
+        (("--webhook", "https://here/secret-word x"), "holds a space or a control character"),
+        (("--webhook", "https://here/secret-word\n"), "holds a space or a control character"),
         (("--webhook", "@missing"), "cannot be read"),
         (("--mail", "me"), "expected an address such as"),
         (("--smtp", "host"), "add --mail ADDRESS"),
@@ -342,4 +352,21 @@ def test_a_member_that_ends_takes_its_alert_along_and_keeps_its_numbers(
 def test_wrong_options_say_what_is_expected(
     orchestra: CommandLine, first: RunDir, words: tuple[str, ...], problem: str
 ) -> None:
-    assert problem in orchestra("watch", "first", *words, code=EXIT_USAGE).err
+    said = orchestra("watch", "first", *words, code=EXIT_USAGE)
+    assert problem in said.err
+    assert "secret-word" not in said.out + said.err
+
+
+def test_a_server_that_does_not_speak_http_is_told_by_the_type_of_its_failure(
+    orchestra: CommandLine, first: RunDir
+) -> None:
+    class Session(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            self.rfile.readline()
+            self.wfile.write(b"secret-word of another protocol\r\n")
+
+    with served(socketserver.ThreadingTCPServer(("127.0.0.1", 0), Session)) as port:
+        url = f"http://127.0.0.1:{port}/secret-word"
+        said = orchestra("watch", "first", "--once", "--webhook", url, code=EXIT_ALERT)
+    assert "stall was not told: webhook at 127.0.0.1: BadStatusLine" in said.err
+    assert "secret-word" not in said.out + said.err
