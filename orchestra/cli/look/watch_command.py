@@ -158,9 +158,10 @@ class OneLook:
 
 @dataclass(frozen=True)
 class WandbAlert:
-    """The mirror of a run that is online sends what the run's events say that it was told of."""
+    """The mirror of a run that is online and trains sends what the run's events say that it was told of."""
 
     mode: WandbMode | None
+    trains: bool
     name: str = "wandb"
 
     def tell(self, change: News) -> None:
@@ -168,6 +169,11 @@ class WandbAlert:
             found = "unknown" if self.mode is None else self.mode.value
             raise UndeliveredError(
                 f"wandb, {change.alert.key}: the run's wandb.mode is {found}; its alerts need online"
+            )
+        if not self.trains:
+            # Its mirror has ended, or passes over what was told before it began.
+            raise UndeliveredError(
+                f"wandb, {change.alert.key}: the run does not train, and nobody sends alerts to its page"
             )
 
 
@@ -297,7 +303,8 @@ class Watch:
             return self._unseen("ended_badly", state.name, observed.state, observed.cause or "unreadable")
         outlets = list(self.outlets)
         if self.to_wandb:
-            outlets.append(WandbAlert(None if observed.config is None else observed.config.wandb.mode))
+            mode = None if observed.config is None else observed.config.wandb.mode
+            outlets.append(WandbAlert(mode, trains=observed.training is not None))
         self._say(run, state.name, findings, now, observed.events, outlets)
         return OneLook(state.name, str(state.state), findings)
 

@@ -20,7 +20,7 @@ from support.command_line import CommandLine
 from support.run_records import led_here, submitted_sweep
 from support.waiting import eventually
 
-from conf.schema import CheckpointConfig, Config
+from conf.schema import CheckpointConfig, Config, WandbConfig, WandbMode
 from orchestra.alerts.observed import Limits
 from orchestra.alerts.outlets import Printed
 from orchestra.cli.look.watch_command import Watch
@@ -219,6 +219,24 @@ def test_it_watches_until_the_run_ends_and_says_each_change_once(
 def test_wandbs_alert_needs_a_run_that_is_online(orchestra: CommandLine, first: RunDir) -> None:
     said = orchestra("watch", "first", "--once", "--wandb", code=EXIT_ALERT)
     assert "the run's wandb.mode is offline; its alerts need online" in said.err
+
+
+def test_wandbs_alert_needs_a_run_that_trains(orchestra: CommandLine, first: RunDir) -> None:
+    def told() -> list[tuple[str, str]]:
+        changes = [event for event in read_events(first) if "wandb" in event.get("told", [])]
+        return [(event["event"], event["key"]) for event in changes]
+
+    write_config(first.config, Config(wandb=WandbConfig(mode=WandbMode.online)))
+    watched = ("watch", "first", "--once", "--wandb", "--disk-gib", "0")
+    assert "was not told" not in orchestra(*watched, code=EXIT_ALERT).err
+    assert ("alert_raised", "stall") in told()
+    before = told()
+    EventWriter(first, "attempt-000.node-000", 0).write("failed", node=0, code=1, cause="ValueError")
+    for _ in range(2):
+        said = orchestra(*watched, code=EXIT_ALERT)
+        assert "note: first: ended_badly was not told: wandb, ended_badly: the run does not train" in said.err
+        assert "note: first: stall was not told" in said.err
+    assert told() == before
 
 
 def test_prometheus_gets_what_is_known_and_no_zero_for_what_is_not(
