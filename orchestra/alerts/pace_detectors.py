@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Sequence
 
 from orchestra.alerts.observed import Finding, Limits, NodeBeat, ObservedRun
+from orchestra.recovery.accounting import attempt_times
 from orchestra.recovery.hangs import least_advanced, positions_in
 from orchestra.report.attempts import slow_ranks
 from orchestra.run.events import is_number
@@ -155,9 +156,9 @@ def silence(run: ObservedRun, limits: Limits) -> Sequence[Finding]:
     """Fire where a node's agent or a rank is not heard of any more."""
     attempt = run.attempt
     if run.state is RunPhase.unknown:
-        last = max((event["time"] for event in run.events), default=run.now)
         evidence = "its leader is on another host, and none of its files has changed for ten minutes"
-        return [run.alert("silence", evidence, last, f"{run.command('why')} and `squeue` tell more", "all")]
+        since = _last_sign_of_life(run)
+        return [run.alert("silence", evidence, since, f"{run.command('why')} and `squeue` tell more", "all")]
     if run.state is not RunPhase.running or attempt is None or attempt.verdict is not None:
         return []
     if not run.nodes:
@@ -175,6 +176,14 @@ def silence(run: ObservedRun, limits: Limits) -> Sequence[Finding]:
             advice = f"see whether {node.host} answers; {run.command('status')} says whether it was replaced"
             findings.append(run.alert("silence", evidence, node.heard, advice, f"node-{node.node}"))
     return [*findings, *_silent_ranks(run, limits)]
+
+
+def _last_sign_of_life(run: ObservedRun) -> float:
+    """Return when the run itself last wrote something; what commands say about it, such as alerts, is none."""
+    ends = [attempt.end for attempt in attempt_times(run.events, run.rows)[-1:]]
+    ends += [event["time"] for event in run.events if event["event"] == "start_failed"]
+    submitted = [event["time"] for event in run.events if event["event"] == "submitted"]
+    return max(ends or submitted, default=run.now)
 
 
 def _silent_ranks(run: ObservedRun, limits: Limits) -> Sequence[Finding]:
@@ -241,7 +250,7 @@ def ended_badly(run: ObservedRun, _limits: Limits) -> Sequence[Finding]:
         return [run.cannot_see("ended_badly", run.cause or "its files may not be read")]
     if not run.state.ended_badly:
         return []
-    since = max((event["time"] for event in run.events), default=run.now)
+    since = _last_sign_of_life(run)
     evidence = f"{run.state}{f': {run.cause}' if run.cause else ''}"
     advice = f"{run.command('why')} tells what ended it, {run.command('resume')} goes on with it"
     return [run.alert("ended_badly", evidence, since, advice)]

@@ -276,6 +276,20 @@ def test_a_run_that_failed_or_fell_silent_is_an_alert_and_one_that_finished_is_n
         assert (list(found.alerts), list(found.unseen)) == ([], [])
 
 
+def test_an_alert_is_no_sign_of_life_of_its_run(recorded: RecordedRun) -> None:
+    heard = steady(recorded).time
+    recorded.wait(900).write("alert_raised", key="silence:all", told=[])
+    (silent,), (died,) = (recorded.look(state).alerts for state in (RunPhase.unknown, RunPhase.died))
+    assert (silent.since, died.since) == (heard, heard)
+    ended = recorded.fail().time
+    recorded.wait(900).write("alert_ended", key="silence:all", told=[])
+    (failed,) = recorded.look(RunPhase.failed).alerts
+    assert failed.since == ended
+    recorded.write("start_failed", code=1)
+    (failed,) = recorded.look(RunPhase.failed).alerts
+    assert failed.since == recorded.time
+
+
 def test_a_plan_that_the_run_falls_short_of_is_an_alert(recorded: RecordedRun) -> None:
     from orchestra.alerts.observe import observe
     from orchestra.alerts.pace_detectors import throughput
