@@ -23,6 +23,8 @@ _FEWEST_WAITS = 5
 _NAMED = 4
 # Phases in which a rank is within a step; the others have their own, longer limits.
 _IN_A_STEP = tuple(phase.name for phase in Phase if Phase.step <= phase < Phase.save)
+# An evaluation is a record; the first one, like the first save, takes nobody knows how long.
+_BETWEEN_STEPS = tuple(phase.name for phase in Phase if phase >= Phase.record)
 
 
 def stall(run: ObservedRun, limits: Limits) -> Sequence[Finding]:
@@ -36,6 +38,10 @@ def stall(run: ObservedRun, limits: Limits) -> Sequence[Finding]:
         return [run.cannot_see("stall", f"{len(rows)} of {_FEWEST_WAITS + 1} rows in this attempt so far")]
     usual_s, last = statistics.median(waits), rows[-1]
     late_s = run.now - last["time"]
+    # After the last step come a save and the end of what the run holds.
+    is_last = run.config is not None and last["step"] >= run.config.train.steps
+    if is_last or _is_between_steps(run, attempt.num_nodes, limits):
+        return _slow_steps(run, rows, limits)
     if late_s > max(limits.stall_factor * usual_s, limits.stall_floor_s) + _pauses_s(run):
         where = _phases(run.nodes)
         evidence = (
@@ -45,6 +51,14 @@ def stall(run: ObservedRun, limits: Limits) -> Sequence[Finding]:
         advice = f"{run.command('logs')} shows its last words; its agents end a rank that hangs"
         return [run.alert("stall", evidence, last["time"], advice)]
     return _slow_steps(run, rows, limits)
+
+
+def _is_between_steps(run: ObservedRun, num_nodes: int, limits: Limits) -> bool:
+    """Whether all nodes are heard of, and all their ranks evaluate, save or end, which has its own limits."""
+    return len(run.nodes) >= num_nodes and all(
+        run.now - node.heard <= limits.heartbeat_s and node.phases and set(node.phases) <= set(_BETWEEN_STEPS)
+        for node in run.nodes
+    )
 
 
 def _pauses_s(run: ObservedRun) -> float:
@@ -179,7 +193,7 @@ def silence(run: ObservedRun, limits: Limits) -> Sequence[Finding]:
 
 
 def _last_sign_of_life(run: ObservedRun) -> float:
-    """Return when the run itself last wrote something; what commands say about it, such as alerts, is none."""
+    """Return when the run itself last wrote something; what commands say about it, as alerts, is none."""
     ends = [attempt.end for attempt in attempt_times(run.events, run.rows)[-1:]]
     ends += [event["time"] for event in run.events if event["event"] == "start_failed"]
     submitted = [event["time"] for event in run.events if event["event"] == "submitted"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from recorded_runs import BEGIN, RecordedRun, flat, noisy
 
-from conf.schema import CheckpointConfig, Config, RecoveryConfig
+from conf.schema import CheckpointConfig, Config, RecoveryConfig, TrainConfig
 from orchestra.alerts.observed import Alert, Limits
 from orchestra.alerts.upkeep_detectors import failing_members
 from orchestra.report.run_state import MemberState, RunState, SweepState
@@ -32,6 +32,14 @@ def slow_storage(run: RecordedRun) -> RecordedRun:
     """A save that held the training up for half a minute may do so again."""
     steady(run).write("checkpoint_started", rank=0, step=300, blocked_s=30.0)
     return run.wait(45).beat(0).beat(1)
+
+
+def first_evaluation(run: RecordedRun) -> RecordedRun:
+    return steady(run).wait(400).beat(0, {"record": [0, 1]}).beat(1, {"record": [2, 3]})
+
+
+def first_save(run: RecordedRun) -> RecordedRun:
+    return steady(run).wait(400).beat(0, {"save": [0], "commit": [1]}).beat(1, {"commit": [2], "stop": [3]})
 
 
 def slow_steps(run: RecordedRun) -> RecordedRun:
@@ -224,6 +232,25 @@ def test_rows_without_a_time_are_passed_over(recorded: RecordedRun) -> None:
     steady(recorded).train(10, FALLING, seconds=1.4).train(1, lambda _: 9.0, seconds=1.4, time=None)
     recorded.train(12, FALLING, seconds=1.4).train(1, lambda _: float("nan"), seconds=1.4, time=None)
     assert [key for key in recorded.alerts() if not key.startswith("disk")] == ["throughput:own"]
+
+
+@pytest.mark.parametrize("pause", [first_evaluation, first_save])
+def test_a_long_pause_is_no_stall_while_all_nodes_tell_of_it(recorded: RecordedRun, pause: Story) -> None:
+    assert "stall" not in pause(recorded).alerts()
+    recorded.beat(1, {"record": [2], "forward": [3]})
+    assert "stall" in recorded.alerts()
+    recorded.beat(1, {"record": [2, 3]}).wait(70).beat(0, {"record": [0, 1]})
+    assert "stall" in recorded.alerts()
+    recorded.beat(1, {"record": [2, 3]}).run.heartbeat(0).unlink()
+    assert "stall" in recorded.alerts()
+
+
+@pytest.mark.parametrize(("steps", "fires"), [(300, False), (301, True)])
+def test_after_the_last_step_no_row_is_late(tmp_path: Path, steps: int, fires: bool) -> None:
+    run = RecordedRun(tmp_path, Config(train=TrainConfig(steps=steps)))
+    assert ("stall" in steady(run).wait(400).alerts()) is fires
+    slower = RecordedRun(tmp_path / "slower", Config(train=TrainConfig(steps=steps + 6)))
+    assert "stall:slow_steps" in slow_steps(slower).alerts()
 
 
 def test_failures_that_are_far_apart_and_each_went_further_are_no_storm(recorded: RecordedRun) -> None:
