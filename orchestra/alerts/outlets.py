@@ -62,13 +62,19 @@ def record_of(change: News) -> Record:
     }
 
 
+def printable(text: str) -> str:
+    """Replace what would move a terminal's cursor or change colours: the records of a run are anybody's."""
+    return "".join(char if char.isprintable() else " " for char in text)
+
+
 def words_of(change: News) -> str:
-    """Return a change in two lines, or in one where something is over."""
+    """Return a change in two printable lines, or in one where something is over."""
     alert = change.alert
+    subject, key, evidence, advice = map(printable, (alert.subject, alert.key, alert.evidence, alert.advice))
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(alert.since))
     if change.ended is not None:
-        return f"over: {alert.subject}: {alert.key} (since {since}): {alert.evidence}"
-    return f"ALERT {alert.subject}: {alert.key}, since {since}: {alert.evidence}\n  -> {alert.advice}"
+        return f"over: {subject}: {key} (since {since}): {evidence}"
+    return f"ALERT {subject}: {key}, since {since}: {evidence}\n  -> {advice}"
 
 
 @dataclass(frozen=True)
@@ -163,7 +169,7 @@ class Mail:
     def tell(self, change: News) -> None:
         message = email.message.EmailMessage()
         word = "over" if change.ended is not None else "alert"
-        message["Subject"] = f"orchestra {word}: {change.alert.subject}: {change.alert.key}"
+        message["Subject"] = printable(f"orchestra {word}: {change.alert.subject}: {change.alert.key}")
         message["From"] = f"{user_name()}@{socket.getfqdn()}"
         message["To"] = self.address
         message["Date"] = email.utils.localtime()

@@ -23,7 +23,16 @@ from orchestra.alerts.announced import ENDED, RAISED, News, OpenAlert, event_of,
 from orchestra.alerts.detect import Findings, look
 from orchestra.alerts.observe import observe
 from orchestra.alerts.observed import Alert, CannotSee, Limits, ObservedRun
-from orchestra.alerts.outlets import TERMINAL, Outlet, Printed, UndeliveredError, mail, record_of, webhook
+from orchestra.alerts.outlets import (
+    TERMINAL,
+    Outlet,
+    Printed,
+    UndeliveredError,
+    mail,
+    printable,
+    record_of,
+    webhook,
+)
 from orchestra.alerts.upkeep_detectors import failing_members
 from orchestra.cli.text.describe import invocation, note_unanswered
 from orchestra.cli.text.resolve import TARGET_HELP, Target, add_directory_option, resolve_target
@@ -317,7 +326,7 @@ class Watch:
     def _note(self, text: str) -> None:
         if text not in self._noted:
             self._noted.add(text)
-            print(f"note: {text}", file=sys.stderr)
+            print(printable(f"note: {text}"), file=sys.stderr)
 
     def _say(
         self,
@@ -363,7 +372,8 @@ class Watch:
                 outlet.tell(change)
                 told.append(outlet.name)
             except UndeliveredError as error:
-                print(f"note: {name}: {change.alert.key} was not told: {error}", file=sys.stderr)
+                words = f"note: {name}: {change.alert.key} was not told: {error}"
+                print(printable(words), file=sys.stderr)
         return told
 
     def _record(self, run: RunDir) -> None:
@@ -402,7 +412,7 @@ def _print_whole(looks: Sequence[OneLook], arguments: Namespace) -> None:
         for alert in each.findings.alerts:
             printed.tell(News(alert, frozenset()))
         for blind in each.findings.unseen:
-            print(f"cannot see {each.name}: {blind.detector}: {blind.why}")
+            print(printable(f"cannot see {each.name}: {blind.detector}: {blind.why}"))
         if not each.findings.alerts:
             seen = "nothing fires" if each.findings.unseen else "all was seen, nothing fires"
-            print(f"{each.name}: {each.state}; {seen}")
+            print(printable(f"{each.name}: {each.state}; {seen}"))

@@ -14,6 +14,7 @@ from support.run_records import led_here
 
 from conf.schema import Config
 from orchestra.alerts.observed import NodeBeat, ObservedRun
+from orchestra.cli.look.top_command import Top
 from orchestra.cli.look.top_page import RunView, run_page
 from orchestra.report.run_state import RunState
 from orchestra.run.config_file import write_config
@@ -103,13 +104,23 @@ def test_keys_open_a_run_ask_before_they_cancel_it_and_leave_the_terminal_as_it_
     assert "goodput" not in left, "the screen is the one from before"
 
 
-def test_into_a_pipe_it_prints_plain_text_once(orchestra: CommandLine, first: RunDir) -> None:
+def test_into_a_pipe_it_prints_plain_text_once(orchestra: CommandLine, first: RunDir, tmp_path: Path) -> None:
+    odd = led_here(RunDir(tmp_path / "runs" / "odd\x1b[31m"), ended=1)
+    EventWriter(first, "attempt-000.node-000", 0).write("rank_failed", rank=1, cause="\x1b[2Jwiped\r\x9b1m")
     everything = orchestra("top").out
-    assert "\x1b" not in everything
     assert "broken" in everything
     assert "first" in everything
+    assert "odd [31m" in everything
     one = orchestra("top", "first").out
     assert all(word in one for word in ("step ", "loss ", "speed ", "saved ", "nodes ", "node1"))
+    assert "cause  [2Jwiped" in one
+    top = Top(tmp_path / "runs", odd)
+    top.read()
+    top.press("c", 24, lambda _: [])
+    asked = [text for _, text in top.page(80, 24, has_blocks=True)]
+    assert asked[-1].startswith("cancel odd [31m? y: yes")
+    for text in (*everything.split("\n"), *one.split("\n"), *asked):
+        assert text.isprintable()
 
 
 @pytest.mark.parametrize("height", [8, 24, 50])

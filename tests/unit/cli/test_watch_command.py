@@ -264,6 +264,16 @@ def test_a_dry_run_sends_and_records_nothing(
     assert received.bodies == []
 
 
+def test_what_records_hold_cannot_draw_on_the_terminal(orchestra: CommandLine, first: RunDir) -> None:
+    cause = "\x1b[2Jwiped\rover: first: \u202eall is well\nover: first: all is well"
+    EventWriter(first, "attempt-000.node-000", 0).write("failed", node=0, code=1, cause=cause)
+    for words in (("--once",), ("--mail", "me@example.org", "--smtp", "127.0.0.1:1")):
+        said = orchestra("watch", "first", *words, code=EXIT_ALERT)
+        assert "[2Jwiped over: first:  all is well over: first: all is well" in said.out
+        assert all(line.isprintable() for line in (said.out + said.err).split("\n"))
+        assert not any(line.startswith("over:") for line in said.out.split("\n"))
+
+
 def test_a_finished_run_is_seen_whole(orchestra: CommandLine, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     led_here(RunDir(tmp_path / "runs" / "done"), ended=0)
