@@ -4,11 +4,13 @@ told. Called by `orchestra watch`.
 
 from __future__ import annotations
 
+import email.errors
 import email.message
 import email.utils
 import hashlib
 import http.client
 import json
+import re
 import shutil
 import smtplib
 import socket
@@ -30,6 +32,10 @@ from orchestra.run.files import Record
 
 SEND_S = 10.0
 TERMINAL = "terminal"
+
+
+# What a header of a mail holds as it is: one address, without a name or a comment.
+_ADDRESS = re.compile(r"[^\W@][\w.!#$%&'*+/=?^`{|}~-]*@[\w.-]*\w")
 
 
 class UndeliveredError(OrchestraError):
@@ -167,6 +173,16 @@ class Mail:
         return _named("mail", self.address)
 
     def tell(self, change: News) -> None:
+        program = shutil.which("sendmail", path="/usr/sbin:/usr/lib:/usr/bin")
+        if self.server is None and program is not None:
+            _within_limit("mail by sendmail", lambda: _by_program(program, self._message(change)))
+            return
+        host, _, port = (self.server or "localhost").partition(":")
+        where = f"mail through {self.server or 'localhost (there is no sendmail here)'}"
+        _within_limit(where, lambda: _by_server(host, int(port or 25), self._message(change)))
+
+    def _message(self, change: News) -> email.message.EmailMessage:
+        """Return the mail: who sends it and from where, directories and name servers are asked for."""
         message = email.message.EmailMessage()
         word = "over" if change.ended is not None else "alert"
         message["Subject"] = printable(f"orchestra {word}: {change.alert.subject}: {change.alert.key}")
@@ -174,21 +190,15 @@ class Mail:
         message["To"] = self.address
         message["Date"] = email.utils.localtime()
         message.set_content(words_of(change))
-        program = shutil.which("sendmail", path="/usr/sbin:/usr/lib:/usr/bin")
-        if self.server is None and program is not None:
-            _within_limit("mail by sendmail", lambda: _by_program(program, message))
-            return
-        host, _, port = (self.server or "localhost").partition(":")
-        where = f"mail through {self.server or 'localhost (there is no sendmail here)'}"
-        _within_limit(where, lambda: _by_server(host, int(port or 25), message))
+        return message
 
 
 def mail(address: str, server: str | None) -> Mail:
     """Return the outlet of an address. Raises ConfigError where it, or the server, is none."""
-    if "@" not in address or any(char.isspace() for char in address):
+    if not _ADDRESS.fullmatch(address):
         raise ConfigError(f"--mail {address}: expected an address such as me@example.org")
     port = "" if server is None else server.partition(":")[2]
-    if port and not port.isdecimal():
+    if port and not (port.isdecimal() and 0 < int(port) < 1 << 16):
         raise ConfigError(f"--smtp {server}: expected HOST or HOST:PORT")
     return Mail(address, server)
 
@@ -210,7 +220,7 @@ def _within_limit(what: str, send: Callable[[], None]) -> None:
     """Send in a thread that is waited for no longer than the limit: a library's own limits are for each read,
     and a server that answers byte by byte never exceeds them.
     """
-    problem: list[str] = ["no answer within the time limit"]
+    problem: list[str] = ["an error that nobody expected, told above"]
 
     def attempt() -> None:
         try:
@@ -219,7 +229,7 @@ def _within_limit(what: str, send: Callable[[], None]) -> None:
             problem[0] = f"it answered {error.code}"
         except urllib.error.URLError as error:
             problem[0] = str(error.reason)
-        except (http.client.HTTPException, ValueError) as error:
+        except (http.client.HTTPException, email.errors.MessageError, LookupError, ValueError) as error:
             # Their words hold the address, or what a server sent.
             problem[0] = type(error).__name__
         except (OSError, smtplib.SMTPException, subprocess.TimeoutExpired) as error:
@@ -230,5 +240,7 @@ def _within_limit(what: str, send: Callable[[], None]) -> None:
     thread = threading.Thread(target=attempt, name=what, daemon=True)
     thread.start()
     thread.join(1.5 * SEND_S)
+    if thread.is_alive():
+        raise UndeliveredError(f"{what}: no answer within {1.5 * SEND_S:g} s")
     if problem:
         raise UndeliveredError(f"{what}: {problem[0]} ({SEND_S:g} s are the limit)")
