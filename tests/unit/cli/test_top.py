@@ -56,22 +56,23 @@ def terminal(tmp_path: Path) -> Iterator[Callable[..., str]]:
     server = ["tmux", "-S", str(tmp_path / "tmux"), "-f", "/dev/null"]
     typed = f"PYTHONPATH={ROOT} LC_ALL=C.UTF-8 {sys.executable} -m orchestra top; echo ended with $?; cat"
     size = ["-x", "80", "-y", "24"]
-    subprocess.run([*server, "-u", "new-session", "-d", *size, typed], cwd=tmp_path, check=True)
+    session = [*server, "-u", "new-session", "-d", *size, typed]
+    subprocess.run(session, cwd=tmp_path, check=True, timeout=LIMIT_S)
 
     def screen() -> str:
         shown = [*server, "capture-pane", "-p"]
-        return subprocess.run(shown, capture_output=True, text=True, check=True).stdout
+        return subprocess.run(shown, capture_output=True, text=True, check=True, timeout=LIMIT_S).stdout
 
     def press(*keys: str, until: str) -> str:
         if keys:
-            subprocess.run([*server, "send-keys", *keys], check=True)
+            subprocess.run([*server, "send-keys", *keys], check=True, timeout=LIMIT_S)
         assert eventually(lambda: until in screen(), LIMIT_S), screen()
         return screen()
 
     try:
         yield press
     finally:
-        subprocess.run([*server, "kill-server"], check=True)
+        subprocess.run([*server, "kill-server"], check=True, timeout=LIMIT_S)
 
 
 def test_keys_open_a_run_ask_before_they_cancel_it_and_leave_the_terminal_as_it_was(

@@ -30,6 +30,12 @@ from orchestra.run.events import EventWriter, read_events
 from orchestra.run.files import JsonLinesWriter
 from orchestra.run.paths import RunDir
 
+# For whoever does not come, on a busy machine.
+LIMIT_S = 60.0
+# How full the disk is here is no matter.
+DISK = ("--disk-gib", "0")
+WATCH = ("watch", "first", *DISK)
+
 
 @pytest.fixture
 def first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
@@ -66,6 +72,8 @@ def posts() -> Iterator[tuple[Posts, str]]:
     received = Posts()
 
     class Handler(BaseHTTPRequestHandler):
+        timeout = LIMIT_S
+
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
             if received.answer == 200:
@@ -100,7 +108,7 @@ def served(server: socketserver.TCPServer) -> Iterator[int]:
 
 def test_once_prints_all_that_is_wrong_each_time(orchestra: CommandLine, first: RunDir) -> None:
     for _ in range(2):
-        said = orchestra("watch", "first", "--once", code=EXIT_ALERT).out
+        said = orchestra(*WATCH, "--once", code=EXIT_ALERT).out
         assert "ALERT first: stall, since " in said
         assert re.search(r"step 30 was its last row 36\d\d s ago; rows came every 1 s", said)
         assert "-> `orchestra logs first`" in said
@@ -115,7 +123,7 @@ def test_a_webhook_is_told_once_and_that_it_is_over(
 ) -> None:
     received, url = posts
     (tmp_path / "address").write_text(f"{url}\n")
-    words = ("watch", "first", "--once", "--webhook", "@address")
+    words = (*WATCH, "--once", "--webhook", "@address")
     for _ in range(2):
         orchestra(*words, code=EXIT_ALERT)
     (body,) = received.bodies
@@ -133,7 +141,7 @@ def test_an_outlet_that_fails_says_so_without_the_address_and_is_tried_again(
     orchestra: CommandLine, first: RunDir, posts: tuple[Posts, str]
 ) -> None:
     received, url = posts
-    words = ("watch", "first", "--once", "--webhook", url)
+    words = (*WATCH, "--once", "--webhook", url)
     for code in (503, 302, 307):
         received.answer = code
         said = orchestra(*words, code=EXIT_ALERT)
@@ -149,7 +157,7 @@ def test_each_address_hears_the_beginning_and_the_end_whoever_recorded_it(
     orchestra: CommandLine, first: RunDir, posts: tuple[Posts, str]
 ) -> None:
     received, url = posts
-    both = [("watch", "first", "--once", "--disk-gib", "0", "--webhook", f"{url}/{name}") for name in "ab"]
+    both = [(*WATCH, "--once", "--webhook", f"{url}/{name}") for name in "ab"]
     stream = io.StringIO()
     terminal = Watch(Limits(disk_free_bytes=0), [Printed(stream)])
     terminal.look([first])
@@ -175,6 +183,8 @@ def test_a_mail_goes_through_the_server_that_is_named(orchestra: CommandLine, fi
     received: list[str] = []
 
     class Session(socketserver.StreamRequestHandler):
+        timeout = LIMIT_S
+
         def handle(self) -> None:
             self.wfile.write(b"220 here\r\n")
             for line in self.rfile:
@@ -189,7 +199,7 @@ def test_a_mail_goes_through_the_server_that_is_named(orchestra: CommandLine, fi
     with served(socketserver.ThreadingTCPServer(("127.0.0.1", 0), Session)) as port:
         smtp = ("--mail", "me@example.org", "--smtp", f"127.0.0.1:{port}")
         for _ in range(2):
-            orchestra("watch", "first", "--once", *smtp, code=EXIT_ALERT)
+            orchestra(*WATCH, "--once", *smtp, code=EXIT_ALERT)
     (message,) = received
     assert "Subject: orchestra alert: first: stall" in message
     assert "To: me@example.org" in message
@@ -202,14 +212,20 @@ def test_it_watches_until_the_run_ends_and_says_each_change_once(
         return any(each["event"] == event for each in read_events(first))
 
     def story() -> None:
-        assert eventually(lambda: has_said("alert_raised"), 60)
-        add_rows(first, range(31, 51), time.time())
-        assert eventually(lambda: has_said("alert_ended"), 60)
+        try:
+            if eventually(lambda: has_said("alert_raised"), LIMIT_S):
+                add_rows(first, range(31, 51), time.time())
+                eventually(lambda: has_said("alert_ended"), LIMIT_S)
+        finally:
+            # Whatever was said, or the watch would never end.
+            end()
+
+    def end() -> None:
         EventWriter(first, "attempt-000.node-000", 0).write("failed", node=0, code=1, cause="ValueError")
 
     teller = threading.Thread(target=story)
     teller.start()
-    said = orchestra("watch", "first", "--every", "0.05", "--json", code=EXIT_ALERT)
+    said = orchestra(*WATCH, "--every", "0.05", "--json", code=EXIT_ALERT)
     teller.join()
     lines = [json.loads(line) for line in said.out.splitlines()]
     changes = [(line["key"], line["state"]) for line in lines]
@@ -217,7 +233,7 @@ def test_it_watches_until_the_run_ends_and_says_each_change_once(
 
 
 def test_wandbs_alert_needs_a_run_that_is_online(orchestra: CommandLine, first: RunDir) -> None:
-    said = orchestra("watch", "first", "--once", "--wandb", code=EXIT_ALERT)
+    said = orchestra(*WATCH, "--once", "--wandb", code=EXIT_ALERT)
     assert "the run's wandb.mode is offline; its alerts need online" in said.err
 
 
@@ -227,7 +243,7 @@ def test_wandbs_alert_needs_a_run_that_trains(orchestra: CommandLine, first: Run
         return [(event["event"], event["key"]) for event in changes]
 
     write_config(first.config, Config(wandb=WandbConfig(mode=WandbMode.online)))
-    watched = ("watch", "first", "--once", "--wandb", "--disk-gib", "0")
+    watched = (*WATCH, "--once", "--wandb")
     assert "was not told" not in orchestra(*watched, code=EXIT_ALERT).err
     assert ("alert_raised", "stall") in told()
     before = told()
@@ -243,7 +259,7 @@ def test_prometheus_gets_what_is_known_and_no_zero_for_what_is_not(
     orchestra: CommandLine, first: RunDir, tmp_path: Path
 ) -> None:
     file = tmp_path / "orchestra.prom"
-    orchestra("watch", "first", "--once", "--prometheus", str(file), code=EXIT_ALERT)
+    orchestra(*WATCH, "--once", "--prometheus", str(file), code=EXIT_ALERT)
     lines = file.read_text().splitlines()
     of_run = f'run="first",path="{first.path}"'
     assert f"orchestra_run_step{{{of_run}}} 30.0" in lines
@@ -259,7 +275,7 @@ def test_a_dry_run_sends_and_records_nothing(
 ) -> None:
     received, url = posts
     before = sorted(path for path in first.path.rglob("*"))
-    orchestra("watch", "first", "--once", "--dry-run", "--webhook", url, code=EXIT_ALERT)
+    orchestra(*WATCH, "--once", "--dry-run", "--webhook", url, code=EXIT_ALERT)
     assert sorted(path for path in first.path.rglob("*")) == before
     assert received.bodies == []
 
@@ -268,7 +284,7 @@ def test_what_records_hold_cannot_draw_on_the_terminal(orchestra: CommandLine, f
     cause = "\x1b[2Jwiped\rover: first: \u202eall is well\nover: first: all is well"
     EventWriter(first, "attempt-000.node-000", 0).write("failed", node=0, code=1, cause=cause)
     for words in (("--once",), ("--mail", "me@example.org", "--smtp", "127.0.0.1:1")):
-        said = orchestra("watch", "first", *words, code=EXIT_ALERT)
+        said = orchestra(*WATCH, *words, code=EXIT_ALERT)
         assert "[2Jwiped over: first:  all is well over: first: all is well" in said.out
         assert all(line.isprintable() for line in (said.out + said.err).split("\n"))
         assert not any(line.startswith("over:") for line in said.out.split("\n"))
@@ -279,7 +295,7 @@ def test_a_finished_run_is_seen_whole(orchestra: CommandLine, tmp_path: Path, mo
     led_here(RunDir(tmp_path / "runs" / "done"), ended=0)
     assert (
         "done: finished; all was seen, nothing fires"
-        in orchestra("watch", "done", "--once", code=EXIT_DONE).out
+        in orchestra("watch", "done", *DISK, "--once", code=EXIT_DONE).out
     )
 
 
@@ -290,7 +306,7 @@ def test_a_sweep_is_watched_with_its_members(
     sweep = submitted_sweep(tmp_path, 3)
     led_here(sweep.member(0), ended=0)
     led_here(sweep.member(1), ended=1)
-    (of_sweep, *_) = orchestra.json("watch", "lr-sweep", "--once", "--dry-run", code=EXIT_ALERT)
+    (of_sweep, *_) = orchestra.json("watch", "lr-sweep", *DISK, "--once", "--dry-run", code=EXIT_ALERT)
     assert of_sweep["name"] == "lr-sweep"
     assert [alert["detector"] for alert in of_sweep["alerts"]] == ["sweep"]
     assert "1 of 2 members that ended went wrong" in of_sweep["alerts"][0]["evidence"]
@@ -330,7 +346,7 @@ def test_what_cannot_be_read_or_written_is_told_once_and_the_others_are_still_wa
     assert [next(i for i, note in enumerate(notes) if word in note) for word in _NOTED] == [0, 1, 2]
     assert len(notes) == len(_NOTED)
     file = str(tmp_path / "missing" / "orchestra.prom")
-    said = orchestra("watch", "first", "--once", "--prometheus", file, code=EXIT_ALERT)
+    said = orchestra(*WATCH, "--once", "--prometheus", file, code=EXIT_ALERT)
     assert f"note: {file}: No such file or directory" in said.err
 
 
@@ -372,6 +388,9 @@ def test_a_member_that_ends_takes_its_alert_along_and_keeps_its_numbers(
         (("--webhook", "https://here/secret-word\n"), "holds a space or a control character"),
         (("--webhook", "@missing"), "cannot be read"),
         (("--mail", "me"), "expected an address such as"),
+        (("--mail", "me@"), "expected an address such as"),
+        (("--mail", "me@["), "expected an address such as"),
+        (("--mail", "me@example.org", "--smtp", "here:65536"), "expected HOST or HOST:PORT"),
         (("--smtp", "host"), "add --mail ADDRESS"),
         (("--prometheus", "file.txt"), "node_exporter reads files that end with .prom"),
         (("--every", "0"), "expected seconds above 0"),
@@ -380,7 +399,7 @@ def test_a_member_that_ends_takes_its_alert_along_and_keeps_its_numbers(
 def test_wrong_options_say_what_is_expected(
     orchestra: CommandLine, first: RunDir, words: tuple[str, ...], problem: str
 ) -> None:
-    said = orchestra("watch", "first", *words, code=EXIT_USAGE)
+    said = orchestra(*WATCH, *words, code=EXIT_USAGE)
     assert problem in said.err
     assert "secret-word" not in said.out + said.err
 
@@ -389,12 +408,14 @@ def test_a_server_that_does_not_speak_http_is_told_by_the_type_of_its_failure(
     orchestra: CommandLine, first: RunDir
 ) -> None:
     class Session(socketserver.StreamRequestHandler):
+        timeout = LIMIT_S
+
         def handle(self) -> None:
             self.rfile.readline()
             self.wfile.write(b"secret-word of another protocol\r\n")
 
     with served(socketserver.ThreadingTCPServer(("127.0.0.1", 0), Session)) as port:
         url = f"http://127.0.0.1:{port}/secret-word"
-        said = orchestra("watch", "first", "--once", "--webhook", url, code=EXIT_ALERT)
+        said = orchestra(*WATCH, "--once", "--webhook", url, code=EXIT_ALERT)
     assert "stall was not told: webhook at 127.0.0.1: BadStatusLine" in said.err
     assert "secret-word" not in said.out + said.err
