@@ -48,7 +48,8 @@ def observe(state: RunState, now: float, commands: Mapping[str, str]) -> Observe
         name=state.name,
         now=now,
         state=state.state,
-        rows=rows_that_count(rows, lineage_of(events)),
+        # Somebody edited a row without a time, or a disk damaged it.
+        rows=[row for row in rows_that_count(rows, lineage_of(events)) if is_number(row.get("time"))],
         events=events,
         nodes=nodes,
         accounts=account(events, rows, began=began, now=None if state.state.is_over else now),

@@ -101,7 +101,9 @@ class Disk:
 
 @dataclass(frozen=True)
 class ObservedRun:
-    """One run's records at Unix time `now`: rows that count by rising step, events by rising time."""
+    """One run's records at Unix time `now`: rows that count by rising step, each with a time, and events by
+    rising time.
+    """
 
     name: str
     now: float

@@ -4,9 +4,13 @@ told. Called by `orchestra watch`.
 
 from __future__ import annotations
 
+import email.errors
 import email.message
 import email.utils
+import hashlib
+import http.client
 import json
+import re
 import shutil
 import smtplib
 import socket
@@ -16,9 +20,10 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol, TextIO
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TextIO
 from urllib.parse import urlsplit
+from urllib.request import Request
 
 from orchestra.alerts.announced import News
 from orchestra.errors import ConfigError, OrchestraError
@@ -27,6 +32,10 @@ from orchestra.run.files import Record
 
 SEND_S = 10.0
 TERMINAL = "terminal"
+
+
+# What a header of a mail holds as it is: one address, without a name or a comment.
+_ADDRESS = re.compile(r"[^\W@][\w.!#$%&'*+/=?^`{|}~-]*@[\w.-]*\w")
 
 
 class UndeliveredError(OrchestraError):
@@ -59,13 +68,19 @@ def record_of(change: News) -> Record:
     }
 
 
+def printable(text: str) -> str:
+    """Replace what would move a terminal's cursor or change colours: the records of a run are anybody's."""
+    return "".join(char if char.isprintable() else " " for char in text)
+
+
 def words_of(change: News) -> str:
-    """Return a change in two lines, or in one where something is over."""
+    """Return a change in two printable lines, or in one where something is over."""
     alert = change.alert
+    subject, key, evidence, advice = map(printable, (alert.subject, alert.key, alert.evidence, alert.advice))
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(alert.since))
     if change.ended is not None:
-        return f"over: {alert.subject}: {alert.key} (since {since}): {alert.evidence}"
-    return f"ALERT {alert.subject}: {alert.key}, since {since}: {alert.evidence}\n  -> {alert.advice}"
+        return f"over: {subject}: {key} (since {since}): {evidence}"
+    return f"ALERT {subject}: {key}, since {since}: {evidence}\n  -> {advice}"
 
 
 @dataclass(frozen=True)
@@ -78,8 +93,14 @@ class Printed:
 
     def tell(self, change: News) -> None:
         text = json.dumps(record_of(change)) if self.is_json else words_of(change)
-        self.stream.write(f"{text}\n")
-        self.stream.flush()
+        try:
+            self.stream.write(f"{text}\n")
+            self.stream.flush()
+        except BrokenPipeError:
+            # Whoever read it has gone: there is no next look.
+            raise
+        except OSError as error:
+            raise UndeliveredError(f"it cannot be printed: {error.strerror}") from error
 
 
 @dataclass(frozen=True)
@@ -89,8 +110,11 @@ class Webhook:
     The address may hold a secret: no message of ours says more of it than its host.
     """
 
-    url: str
-    name: str = "webhook"
+    url: str = field(repr=False)
+
+    @property
+    def name(self) -> str:
+        return _named("webhook", self.url)
 
     @property
     def host(self) -> str:
@@ -99,19 +123,38 @@ class Webhook:
     def tell(self, change: News) -> None:
         body = json.dumps({"text": words_of(change), **record_of(change)}).encode()
         headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(self.url, body, headers, method="POST")
+        request = Request(self.url, body, headers, method="POST")
 
         def send() -> None:
-            with urllib.request.urlopen(request, timeout=SEND_S):
+            with urllib.request.build_opener(_NoRedirects).open(request, timeout=SEND_S):
                 pass
 
         _within_limit(f"webhook at {self.host}", send)
 
 
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Takes a redirect for the failure that it is: what follows one is a GET, and nobody gets the alert."""
+
+    def redirect_request(self, *_: Any) -> None:
+        # Without another request the answer is an HTTPError.
+        return None
+
+
+def _named(kind: str, address: str) -> str:
+    """Tell outlets of one kind apart without their addresses, which may be secret."""
+    return f"{kind}:{hashlib.sha256(address.encode(errors='replace')).hexdigest()[:8]}"
+
+
 def webhook(url: str) -> Webhook:
     """Return the outlet of an address. Raises ConfigError where it is none."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    if not url.isprintable() or " " in url:
+        raise ConfigError("--webhook: the address holds a space or a control character; expected none")
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_address = False
+    if not is_address:
         raise ConfigError(
             "--webhook: expected an address that begins with https:// or http://, or @FILE with one"
         )
@@ -124,31 +167,38 @@ class Mail:
 
     address: str
     server: str | None = None
-    name: str = "mail"
+
+    @property
+    def name(self) -> str:
+        return _named("mail", self.address)
 
     def tell(self, change: News) -> None:
+        program = shutil.which("sendmail", path="/usr/sbin:/usr/lib:/usr/bin")
+        if self.server is None and program is not None:
+            _within_limit("mail by sendmail", lambda: _by_program(program, self._message(change)))
+            return
+        host, _, port = (self.server or "localhost").partition(":")
+        where = f"mail through {self.server or 'localhost (there is no sendmail here)'}"
+        _within_limit(where, lambda: _by_server(host, int(port or 25), self._message(change)))
+
+    def _message(self, change: News) -> email.message.EmailMessage:
+        """Return the mail: who sends it and from where, directories and name servers are asked for."""
         message = email.message.EmailMessage()
         word = "over" if change.ended is not None else "alert"
-        message["Subject"] = f"orchestra {word}: {change.alert.subject}: {change.alert.key}"
+        message["Subject"] = printable(f"orchestra {word}: {change.alert.subject}: {change.alert.key}")
         message["From"] = f"{user_name()}@{socket.getfqdn()}"
         message["To"] = self.address
         message["Date"] = email.utils.localtime()
         message.set_content(words_of(change))
-        program = shutil.which("sendmail", path="/usr/sbin:/usr/lib:/usr/bin")
-        if self.server is None and program is not None:
-            _within_limit("mail by sendmail", lambda: _by_program(program, message))
-            return
-        host, _, port = (self.server or "localhost").partition(":")
-        where = f"mail through {self.server or 'localhost (there is no sendmail here)'}"
-        _within_limit(where, lambda: _by_server(host, int(port or 25), message))
+        return message
 
 
 def mail(address: str, server: str | None) -> Mail:
     """Return the outlet of an address. Raises ConfigError where it, or the server, is none."""
-    if "@" not in address or any(char.isspace() for char in address):
+    if not _ADDRESS.fullmatch(address):
         raise ConfigError(f"--mail {address}: expected an address such as me@example.org")
     port = "" if server is None else server.partition(":")[2]
-    if port and not port.isdecimal():
+    if port and not (port.isdecimal() and 0 < int(port) < 1 << 16):
         raise ConfigError(f"--smtp {server}: expected HOST or HOST:PORT")
     return Mail(address, server)
 
@@ -170,7 +220,7 @@ def _within_limit(what: str, send: Callable[[], None]) -> None:
     """Send in a thread that is waited for no longer than the limit: a library's own limits are for each read,
     and a server that answers byte by byte never exceeds them.
     """
-    problem: list[str] = ["no answer within the time limit"]
+    problem: list[str] = ["an error that nobody expected, told above"]
 
     def attempt() -> None:
         try:
@@ -179,7 +229,10 @@ def _within_limit(what: str, send: Callable[[], None]) -> None:
             problem[0] = f"it answered {error.code}"
         except urllib.error.URLError as error:
             problem[0] = str(error.reason)
-        except (OSError, smtplib.SMTPException, subprocess.TimeoutExpired, ValueError) as error:
+        except (http.client.HTTPException, email.errors.MessageError, LookupError, ValueError) as error:
+            # Their words hold the address, or what a server sent.
+            problem[0] = type(error).__name__
+        except (OSError, smtplib.SMTPException, subprocess.TimeoutExpired) as error:
             problem[0] = str(error) or type(error).__name__
         else:
             problem.clear()
@@ -187,5 +240,7 @@ def _within_limit(what: str, send: Callable[[], None]) -> None:
     thread = threading.Thread(target=attempt, name=what, daemon=True)
     thread.start()
     thread.join(1.5 * SEND_S)
+    if thread.is_alive():
+        raise UndeliveredError(f"{what}: no answer within {1.5 * SEND_S:g} s")
     if problem:
         raise UndeliveredError(f"{what}: {problem[0]} ({SEND_S:g} s are the limit)")

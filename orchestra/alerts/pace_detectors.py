@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Sequence
 
 from orchestra.alerts.observed import Finding, Limits, NodeBeat, ObservedRun
+from orchestra.recovery.accounting import attempt_times
 from orchestra.recovery.hangs import least_advanced, positions_in
 from orchestra.report.attempts import slow_ranks
 from orchestra.run.events import is_number
@@ -22,6 +23,8 @@ _FEWEST_WAITS = 5
 _NAMED = 4
 # Phases in which a rank is within a step; the others have their own, longer limits.
 _IN_A_STEP = tuple(phase.name for phase in Phase if Phase.step <= phase < Phase.save)
+# An evaluation is a record; the first one, like the first save, takes nobody knows how long.
+_BETWEEN_STEPS = tuple(phase.name for phase in Phase if phase >= Phase.record)
 
 
 def stall(run: ObservedRun, limits: Limits) -> Sequence[Finding]:
@@ -29,12 +32,16 @@ def stall(run: ObservedRun, limits: Limits) -> Sequence[Finding]:
     attempt = run.training
     if attempt is None:
         return []
-    rows = [row for row in run.own_rows if is_number(row.get("time"))]
+    rows = run.own_rows
     waits = [later["time"] - earlier["time"] for earlier, later in itertools.pairwise(rows[-_BEFORE:])]
     if len(waits) < _FEWEST_WAITS:
         return [run.cannot_see("stall", f"{len(rows)} of {_FEWEST_WAITS + 1} rows in this attempt so far")]
     usual_s, last = statistics.median(waits), rows[-1]
     late_s = run.now - last["time"]
+    # After the last step come a save and the end of what the run holds.
+    is_last = run.config is not None and last["step"] >= run.config.train.steps
+    if is_last or _is_between_steps(run, attempt.num_nodes, limits):
+        return _slow_steps(run, rows, limits)
     if late_s > max(limits.stall_factor * usual_s, limits.stall_floor_s) + _pauses_s(run):
         where = _phases(run.nodes)
         evidence = (
@@ -44,6 +51,14 @@ def stall(run: ObservedRun, limits: Limits) -> Sequence[Finding]:
         advice = f"{run.command('logs')} shows its last words; its agents end a rank that hangs"
         return [run.alert("stall", evidence, last["time"], advice)]
     return _slow_steps(run, rows, limits)
+
+
+def _is_between_steps(run: ObservedRun, num_nodes: int, limits: Limits) -> bool:
+    """Whether all nodes are heard of, and all their ranks evaluate, save or end, which has its own limits."""
+    return len(run.nodes) >= num_nodes and all(
+        run.now - node.heard <= limits.heartbeat_s and node.phases and set(node.phases) <= set(_BETWEEN_STEPS)
+        for node in run.nodes
+    )
 
 
 def _pauses_s(run: ObservedRun) -> float:
@@ -155,9 +170,9 @@ def silence(run: ObservedRun, limits: Limits) -> Sequence[Finding]:
     """Fire where a node's agent or a rank is not heard of any more."""
     attempt = run.attempt
     if run.state is RunPhase.unknown:
-        last = max((event["time"] for event in run.events), default=run.now)
         evidence = "its leader is on another host, and none of its files has changed for ten minutes"
-        return [run.alert("silence", evidence, last, f"{run.command('why')} and `squeue` tell more", "all")]
+        since = _last_sign_of_life(run)
+        return [run.alert("silence", evidence, since, f"{run.command('why')} and `squeue` tell more", "all")]
     if run.state is not RunPhase.running or attempt is None or attempt.verdict is not None:
         return []
     if not run.nodes:
@@ -177,6 +192,14 @@ def silence(run: ObservedRun, limits: Limits) -> Sequence[Finding]:
     return [*findings, *_silent_ranks(run, limits)]
 
 
+def _last_sign_of_life(run: ObservedRun) -> float:
+    """Return when the run itself last wrote something; what commands say about it, as alerts, is none."""
+    ends = [attempt.end for attempt in attempt_times(run.events, run.rows)[-1:]]
+    ends += [event["time"] for event in run.events if event["event"] == "start_failed"]
+    submitted = [event["time"] for event in run.events if event["event"] == "submitted"]
+    return max(ends or submitted, default=run.now)
+
+
 def _silent_ranks(run: ObservedRun, limits: Limits) -> Sequence[Finding]:
     """Fire where a rank is silent in a step for longer than steps take; name it where the nodes could."""
     times = [row["step_time_s"] for row in run.own_rows[_WARM:] if is_number(row.get("step_time_s"))]
@@ -189,7 +212,7 @@ def _silent_ranks(run: ObservedRun, limits: Limits) -> Sequence[Finding]:
     ]
     if not silent:
         return []
-    last_row = max((row["time"] for row in run.own_rows if is_number(row.get("time"))), default=0.0)
+    last_row = max((row["time"] for row in run.own_rows), default=0.0)
     stalls = [event for event in run.events if event["event"] == "step_stalled" and event["time"] >= last_row]
     newest = {event.get("node"): positions_in(event) for event in stalls}
     behind = least_advanced([position for positions in newest.values() for position in positions])
@@ -241,7 +264,7 @@ def ended_badly(run: ObservedRun, _limits: Limits) -> Sequence[Finding]:
         return [run.cannot_see("ended_badly", run.cause or "its files may not be read")]
     if not run.state.ended_badly:
         return []
-    since = max((event["time"] for event in run.events), default=run.now)
+    since = _last_sign_of_life(run)
     evidence = f"{run.state}{f': {run.cause}' if run.cause else ''}"
     advice = f"{run.command('why')} tells what ended it, {run.command('resume')} goes on with it"
     return [run.alert("ended_badly", evidence, since, advice)]

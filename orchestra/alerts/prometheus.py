@@ -76,7 +76,7 @@ def _value(seen: Seen, name: str) -> float | None:
         "goodput": seen.observed.accounts.goodput,
         "attempts": state.attempts,
         "checkpoint_step": state.checkpoint_step,
-        "last_row_timestamp_seconds": rows[-1].get("time") if rows else None,
+        "last_row_timestamp_seconds": rows[-1]["time"] if rows else None,
     }[name]
     return float(value) if is_number(value) else None
 

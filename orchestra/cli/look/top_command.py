@@ -26,6 +26,7 @@ from launchers.slurm.queue import Questions
 from orchestra.alerts.detect import look
 from orchestra.alerts.observe import observe
 from orchestra.alerts.observed import Limits
+from orchestra.alerts.outlets import printable
 from orchestra.cli.look.top_page import (
     Entry,
     Line,
@@ -138,7 +139,7 @@ class Top:
         else:
             lines = all_page(self.entries, self.chosen, time.time(), width, height, has_blocks=has_blocks)
         if self.asks:
-            name = Path(self.asks[1]).name
+            name = printable(Path(self.asks[1]).name)
             lines[-1] = (
                 Style.bad,
                 f"{self.asks[0]} {name}? y: yes, it saves and stops; any other key: no"[:width],

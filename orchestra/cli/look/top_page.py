@@ -14,6 +14,7 @@ from enum import Enum
 
 from orchestra.alerts.detect import Findings
 from orchestra.alerts.observed import NodeBeat, ObservedRun
+from orchestra.alerts.outlets import printable
 from orchestra.cli.text import figures
 from orchestra.report.run_state import RunState, SweepState
 from orchestra.run.events import is_number
@@ -275,15 +276,10 @@ def text_page(title: str, text: Sequence[str], first: int, width: int, height: i
 
 def _page(lines: Sequence[Line], width: int, height: int | None, keys: str) -> list[Line]:
     if height is None:
-        return [(style, text.rstrip()) for style, text in lines]
-    cut = [(style, _cut(_printable(text), width)) for style, text in lines[: height - 1]]
+        return [(style, printable(text).rstrip()) for style, text in lines]
+    cut = [(style, _cut(printable(text), width)) for style, text in lines[: height - 1]]
     blank: list[Line] = [(Style.plain, "")] * (height - 1 - len(cut))
     return [*cut, *blank, (Style.dim, _cut(keys, width))]
-
-
-def _printable(text: str) -> str:
-    """Drop what would move the cursor or change colours."""
-    return "".join(char if char.isprintable() else " " for char in text)
 
 
 def _cut(text: str, width: int) -> str:

@@ -19,11 +19,20 @@ from pathlib import Path
 
 from conf.schema import WandbMode
 from orchestra.alerts import prometheus
-from orchestra.alerts.announced import News, event_of, news, open_alerts
+from orchestra.alerts.announced import ENDED, RAISED, News, OpenAlert, event_of, news, open_alerts
 from orchestra.alerts.detect import Findings, look
 from orchestra.alerts.observe import observe
-from orchestra.alerts.observed import Limits, ObservedRun
-from orchestra.alerts.outlets import TERMINAL, Outlet, Printed, UndeliveredError, mail, record_of, webhook
+from orchestra.alerts.observed import Alert, CannotSee, Limits, ObservedRun
+from orchestra.alerts.outlets import (
+    TERMINAL,
+    Outlet,
+    Printed,
+    UndeliveredError,
+    mail,
+    printable,
+    record_of,
+    webhook,
+)
 from orchestra.alerts.upkeep_detectors import failing_members
 from orchestra.cli.text.describe import invocation, note_unanswered
 from orchestra.cli.text.resolve import TARGET_HELP, Target, add_directory_option, resolve_target
@@ -33,7 +42,8 @@ from orchestra.report.run_state import RunState, SweepState
 from orchestra.report.scheduler import read_states
 from orchestra.run.events import EventWriter, read_events
 from orchestra.run.files import Record
-from orchestra.run.paths import RunDir
+from orchestra.run.paths import RunDir, SweepDir
+from orchestra.run.record import RunPhase
 
 _EVERY_S = 30.0
 _VERBS = ("status", "logs", "why", "resume", "cancel", "profile", "checkpoint ls")
@@ -109,11 +119,12 @@ def run(arguments: Namespace) -> int:
         outlets=_outlets(arguments),
         to_wandb=arguments.wandb and not arguments.dry_run,
         is_dry=arguments.dry_run,
+        is_exported=file is not None and not arguments.dry_run,
     )
     while True:
         looks, goes_on = watch.look(targets)
         if arguments.prometheus is not None and not arguments.dry_run:
-            prometheus.write(arguments.prometheus, watch.seen, time.time())
+            looks += watch.export(arguments.prometheus)
         if arguments.once or not goes_on:
             break
         time.sleep(arguments.every)
@@ -135,6 +146,8 @@ def _outlets(arguments: Namespace) -> list[Outlet]:
                 url = Path(url[1:]).expanduser().read_text().strip()
             except OSError as error:
                 raise ConfigError(f"--webhook {url}: cannot be read: {error.strerror}") from error
+            except UnicodeDecodeError as error:
+                raise ConfigError(f"--webhook {url}: cannot be read: it holds no text") from error
         outlets.append(webhook(url))
     if arguments.mail is not None:
         outlets.append(mail(arguments.mail, arguments.smtp))
@@ -154,9 +167,10 @@ class OneLook:
 
 @dataclass(frozen=True)
 class WandbAlert:
-    """The mirror of a run that is online sends what the run's events say that it was told of."""
+    """The mirror of a run that is online and trains sends what the run's events say that it was told of."""
 
     mode: WandbMode | None
+    trains: bool
     name: str = "wandb"
 
     def tell(self, change: News) -> None:
@@ -164,6 +178,11 @@ class WandbAlert:
             found = "unknown" if self.mode is None else self.mode.value
             raise UndeliveredError(
                 f"wandb, {change.alert.key}: the run's wandb.mode is {found}; its alerts need online"
+            )
+        if not self.trains:
+            # Its mirror has ended, or passes over what was told before it began.
+            raise UndeliveredError(
+                f"wandb, {change.alert.key}: the run does not train, and nobody sends alerts to its page"
             )
 
 
@@ -175,13 +194,15 @@ class Watch:
     outlets: Sequence[Outlet]
     to_wandb: bool = False
     is_dry: bool = False
-    # The runs of the last look.
-    seen: list[prometheus.Seen] = field(default_factory=list)
-    # A file of events for each run that something was said of.
-    _writers: dict[Path, EventWriter | None] = field(default_factory=dict)
-    # The runs and keys of alerts that this terminal shows.
-    _shown: set[tuple[Path, str]] = field(default_factory=set)
-    # What was said of runs whose events cannot be written.
+    # Whether somebody asks for the numbers of all runs, also of those that have ended.
+    is_exported: bool = False
+    # The runs of the last look, by their paths: a member may be named beside its sweep.
+    seen: dict[Path, prometheus.Seen] = field(default_factory=dict)
+    # Members that ended, as they were when they did.
+    _over: dict[Path, prometheus.Seen] = field(default_factory=dict)
+    # What this terminal shows of each run, by the alerts' keys.
+    _shown: dict[Path, dict[str, Alert]] = field(default_factory=dict)
+    # What was said of runs and does not stand in their events: a disk was full, or it is dry.
     _remembered: dict[Path, list[Record]] = field(default_factory=dict)
     _name: str = field(default_factory=lambda: f"watch.{socket.gethostname()}.{secrets.token_hex(4)}")
     _noted: set[str] = field(default_factory=set)
@@ -189,8 +210,8 @@ class Watch:
     def look(self, targets: Sequence[Target]) -> tuple[list[OneLook], bool]:
         """Look at all of them once, and say what is new; return what was found, and whether one goes on."""
         now = time.time()
-        self.seen = []
-        states, problems = read_states(targets, now)
+        self.seen = {}
+        states, problems = self._states(targets, now)
         if problems and not self._noted.intersection(problems):
             note_unanswered(problems)
             self._noted.update(problems)
@@ -204,54 +225,142 @@ class Watch:
             for state in states
             for phase in (state.counts if isinstance(state, SweepState) else [state.state])
         ]
-        return looks, any(phase.goes_on for phase in phases)
+        is_unknown = any(isinstance(state, SweepState) and state.problem is not None for state in states)
+        return looks, is_unknown or any(phase.goes_on for phase in phases)
+
+    def export(self, file: Path) -> list[OneLook]:
+        """Write the numbers of the last look for Prometheus; return what says so where that fails."""
+        try:
+            prometheus.write(file, list(self.seen.values()), time.time())
+        except OSError as error:
+            return [self._unseen("prometheus", str(file), "not written", error)]
+        return []
+
+    def _states(self, targets: Sequence[Target], now: float) -> tuple[list[RunState | SweepState], list[str]]:
+        """Ask for all of them at once, or for each by itself where one of them cannot be read."""
+        try:
+            return read_states(targets, now)
+        except (OSError, ConfigError) as error:
+            if len(targets) > 1:
+                each = [self._states([target], now) for target in targets]
+                problems = dict.fromkeys(problem for _, of_one in each for problem in of_one)
+                return [state for states, _ in each for state in states], list(problems)
+            (target,) = targets
+            if isinstance(target, SweepDir):
+                return [SweepState(target, (), problem=str(error))], []
+            unreadable = RunState(target.name, str(target.path), RunPhase.unreadable, 0, cause=str(error))
+            return [unreadable], []
 
     def _of_sweep(self, state: SweepState, now: float) -> list[OneLook]:
-        """Look at a sweep as a whole, and at those of its members that are under way."""
-        own = RunDir(state.sweep.path)
+        """Look at a sweep as a whole, and at those of its members that go on or have alerts to end."""
+        own, name = RunDir(state.sweep.path), state.sweep.name
         if state.problem is not None:
-            raise ConfigError(state.problem)
+            return [self._unseen("sweep", name, RunPhase.unreadable, state.problem)]
         findings = Findings.of(failing_members(state, self.limits, now, invocation("why", state.sweep)))
-        self._say(own, state.sweep.name, findings, now, None)
         counted = ", ".join(f"{number} {phase}" for phase, number in state.counts.items())
-        members = [self._of_run(each.state, now) for each in state.members if each.state.state.goes_on]
-        return [OneLook(state.sweep.name, counted, findings), *members]
+        try:
+            events = read_events(own)
+        except OSError as error:
+            looks = [self._unseen("sweep", name, counted, error)]
+        else:
+            self._say(own, name, findings, now, events, self.outlets)
+            looks = [OneLook(name, counted, findings)]
+        for each in state.members:
+            if each.state.state.goes_on or self._has_alerts(each.run, name):
+                looks.append(self._of_run(each.state, now))
+            elif self.is_exported:
+                self.seen[each.run.path] = self._ended(each.state, now)
+        return looks
+
+    def _has_alerts(self, run: RunDir, name: str) -> bool:
+        """Whether an alert about it has yet to end, or somebody here has yet to hear of its end."""
+        if self._shown.get(run.path) or self._remembered.get(run.path):
+            return True
+        try:
+            known = open_alerts(read_events(run, (RAISED, ENDED)), name)
+        except OSError:
+            # Looking at it tells why.
+            return True
+        names = {outlet.name for outlet in self.outlets}
+        return any(each.ended is None or each.told & names for each in known.values())
+
+    def _ended(self, state: RunState, now: float) -> prometheus.Seen:
+        """Return a member that has ended as it was when this was first seen: its records are long."""
+        path = Path(state.path)
+        before = self._over.get(path)
+        if before is None or (before.state.state, before.state.attempts) != (state.state, state.attempts):
+            seen = self._see(state, now)
+            last = replace(seen.observed, rows=seen.observed.rows[-1:], events=(), nodes=())
+            before = self._over[path] = replace(seen, observed=last)
+        return before
+
+    def _see(self, state: RunState, now: float) -> prometheus.Seen:
+        run = RunDir(Path(state.path))
+        try:
+            observed = observe(state, now, {verb: invocation(verb, run) for verb in _VERBS})
+        except (OSError, ConfigError) as error:
+            # What is read when it is in the midst of a change, or of a folder that went away.
+            observed = ObservedRun(state.name, now, RunPhase.unreadable, cause=str(error))
+        return prometheus.Seen(state, observed, look(observed, self.limits))
 
     def _of_run(self, state: RunState, now: float) -> OneLook:
-        run = RunDir(Path(state.path))
-        observed = observe(state, now, {verb: invocation(verb, run) for verb in _VERBS})
-        findings = look(observed, self.limits)
-        self.seen.append(prometheus.Seen(state, observed, findings))
-        self._say(run, state.name, findings, now, observed)
+        run, seen = RunDir(Path(state.path)), self._see(state, now)
+        observed, findings = seen.observed, seen.findings
+        self.seen[run.path] = seen
+        if observed.state is RunPhase.unreadable:
+            # What was wrong may still be.
+            return self._unseen("ended_badly", state.name, observed.state, observed.cause or "unreadable")
+        outlets = list(self.outlets)
+        if self.to_wandb:
+            mode = None if observed.config is None else observed.config.wandb.mode
+            outlets.append(WandbAlert(mode, trains=observed.training is not None))
+        self._say(run, state.name, findings, now, observed.events, outlets)
         return OneLook(state.name, str(state.state), findings)
 
+    def _unseen(self, detector: str, name: str, state: str, why: str | OSError) -> OneLook:
+        """Note once why something cannot be seen, and return it as what a look at it found."""
+        words = why if isinstance(why, str) else why.strerror or str(why)
+        self._note(f"{name} cannot be seen: {words}" if detector != "prometheus" else f"{name}: {words}")
+        return OneLook(name, state, Findings(unseen=[CannotSee(detector, name, words)]))
+
+    def _note(self, text: str) -> None:
+        if text not in self._noted:
+            self._noted.add(text)
+            print(printable(f"note: {text}"), file=sys.stderr)
+
     def _say(
-        self, run: RunDir, name: str, findings: Findings, now: float, observed: ObservedRun | None
+        self,
+        run: RunDir,
+        name: str,
+        findings: Findings,
+        now: float,
+        recorded: Sequence[Record],
+        outlets: Sequence[Outlet],
     ) -> None:
         """Tell each outlet what it does not know, and keep in the run's events what it was told."""
-        outlets = list(self.outlets)
-        if self.to_wandb and observed is not None:
-            outlets.append(WandbAlert(None if observed.config is None else observed.config.wandb.mode))
-        events = read_events(run) if observed is None else list(observed.events)
-        events += self._remembered.get(run.path, [])
-        known = open_alerts(events, name)
-        for key, each in known.items():
-            if (run.path, key) in self._shown:
-                known[key] = replace(each, told=each.told | {TERMINAL})
+        events = [*recorded, *self._remembered.get(run.path, ())]
+        self._record(run)
+        known = open_alerts(sorted(events, key=lambda event: event["time"]), name)
+        shown = self._shown.setdefault(run.path, {})
+        for key, alert in shown.items():
+            # Another watch may have recorded its end.
+            each = known.get(key, OpenAlert(alert, frozenset(), ended=now))
+            known[key] = replace(each, told=each.told | {TERMINAL})
         for change in news(findings, known, [outlet.name for outlet in outlets], now):
             told = self._tell(outlets, change, name)
             if TERMINAL in told:
                 # Another terminal has not shown it.
                 told.remove(TERMINAL)
-                self._shown.add((run.path, change.alert.key))
-            if change.ended is not None:
-                self._shown.discard((run.path, change.alert.key))
-            if change.ended is None and change.alert.key in known and not told:
+                if change.ended is None:
+                    shown[change.alert.key] = change.alert
+                else:
+                    shown.pop(change.alert.key, None)
+            if change.is_recorded and not told:
                 continue
-            if self.is_dry:
-                self._remember(run, change, told)
-            else:
-                self._keep(run, change, told, last_attempt(events) or 0)
+            word, evidence = event_of(change, told)
+            stamp = {"event": word, "time": time.time(), "attempt": last_attempt(events) or 0}
+            self._remembered.setdefault(run.path, []).append({**stamp, **evidence})
+        self._record(run)
 
     def _tell(self, outlets: Sequence[Outlet], change: News, name: str) -> list[str]:
         """Return the names of the outlets that were told."""
@@ -263,33 +372,23 @@ class Watch:
                 outlet.tell(change)
                 told.append(outlet.name)
             except UndeliveredError as error:
-                print(f"note: {name}: {change.alert.key} was not told: {error}", file=sys.stderr)
+                words = f"note: {name}: {change.alert.key} was not told: {error}"
+                print(printable(words), file=sys.stderr)
         return told
 
-    def _keep(self, run: RunDir, change: News, told: list[str], attempt: int) -> None:
-        name, evidence = event_of(change, told)
+    def _record(self, run: RunDir) -> None:
+        """Write what is remembered into the run's events; what cannot be written stays for the next look."""
+        remembered = self._remembered.get(run.path)
+        if self.is_dry or not remembered:
+            return
         try:
-            if run.path not in self._writers:
-                self._writers[run.path] = EventWriter(run, self._name, attempt)
-            writer = self._writers[run.path]
-            if writer is not None:
-                writer.write(name, **evidence)
-                return
+            # No file stays open: a sweep has thousands of runs.
+            with contextlib.closing(EventWriter(run, self._name, 0)) as writer:
+                while remembered:
+                    writer.write(**remembered[0])
+                    remembered.pop(0)
         except OSError as error:
-            self._writers[run.path] = None
-            print(f"note: {run.path}: alerts cannot be recorded: {error.strerror}", file=sys.stderr)
-        self._remember(run, change, told)
-
-    def _remember(self, run: RunDir, change: News, told: list[str]) -> None:
-        name, evidence = event_of(change, told)
-        record = {"event": name, "time": time.time(), **evidence}
-        self._remembered.setdefault(run.path, []).append(record)
-
-    def close(self) -> None:
-        for writer in self._writers.values():
-            with contextlib.suppress(OSError):
-                if writer is not None:
-                    writer.close()
+            self._note(f"{run.path}: alerts cannot be recorded: {error.strerror}")
 
 
 def _print_whole(looks: Sequence[OneLook], arguments: Namespace) -> None:
@@ -313,7 +412,7 @@ def _print_whole(looks: Sequence[OneLook], arguments: Namespace) -> None:
         for alert in each.findings.alerts:
             printed.tell(News(alert, frozenset()))
         for blind in each.findings.unseen:
-            print(f"cannot see {each.name}: {blind.detector}: {blind.why}")
+            print(printable(f"cannot see {each.name}: {blind.detector}: {blind.why}"))
         if not each.findings.alerts:
             seen = "nothing fires" if each.findings.unseen else "all was seen, nothing fires"
-            print(f"{each.name}: {each.state}; {seen}")
+            print(printable(f"{each.name}: {each.state}; {seen}"))

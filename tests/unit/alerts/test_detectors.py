@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from recorded_runs import BEGIN, RecordedRun, flat, noisy
 
-from conf.schema import CheckpointConfig, Config, RecoveryConfig
+from conf.schema import CheckpointConfig, Config, RecoveryConfig, TrainConfig
 from orchestra.alerts.observed import Alert, Limits
 from orchestra.alerts.upkeep_detectors import failing_members
 from orchestra.report.run_state import MemberState, RunState, SweepState
@@ -32,6 +32,14 @@ def slow_storage(run: RecordedRun) -> RecordedRun:
     """A save that held the training up for half a minute may do so again."""
     steady(run).write("checkpoint_started", rank=0, step=300, blocked_s=30.0)
     return run.wait(45).beat(0).beat(1)
+
+
+def first_evaluation(run: RecordedRun) -> RecordedRun:
+    return steady(run).wait(400).beat(0, {"record": [0, 1]}).beat(1, {"record": [2, 3]})
+
+
+def first_save(run: RecordedRun) -> RecordedRun:
+    return steady(run).wait(400).beat(0, {"save": [0], "commit": [1]}).beat(1, {"commit": [2], "stop": [3]})
 
 
 def slow_steps(run: RecordedRun) -> RecordedRun:
@@ -220,6 +228,31 @@ def test_evidence_names_the_rank_the_step_and_the_checkpoint_to_go_back_to(tmp_p
     assert "ValueError" in stormy.evidence
 
 
+def test_rows_without_a_time_are_passed_over(recorded: RecordedRun) -> None:
+    steady(recorded).train(10, FALLING, seconds=1.4).train(1, lambda _: 9.0, seconds=1.4, time=None)
+    recorded.train(12, FALLING, seconds=1.4).train(1, lambda _: float("nan"), seconds=1.4, time=None)
+    assert recorded.alerts() == ["throughput:own"]
+
+
+@pytest.mark.parametrize("pause", [first_evaluation, first_save])
+def test_a_long_pause_is_no_stall_while_all_nodes_tell_of_it(recorded: RecordedRun, pause: Story) -> None:
+    assert "stall" not in pause(recorded).alerts()
+    recorded.beat(1, {"record": [2], "forward": [3]})
+    assert "stall" in recorded.alerts()
+    recorded.beat(1, {"record": [2, 3]}).wait(70).beat(0, {"record": [0, 1]})
+    assert "stall" in recorded.alerts()
+    recorded.beat(1, {"record": [2, 3]}).run.heartbeat(0).unlink()
+    assert "stall" in recorded.alerts()
+
+
+@pytest.mark.parametrize(("steps", "fires"), [(300, False), (301, True)])
+def test_after_the_last_step_no_row_is_late(tmp_path: Path, steps: int, fires: bool) -> None:
+    run = RecordedRun(tmp_path, Config(train=TrainConfig(steps=steps)))
+    assert ("stall" in steady(run).wait(400).alerts()) is fires
+    slower = RecordedRun(tmp_path / "slower", Config(train=TrainConfig(steps=steps + 6)))
+    assert "stall:slow_steps" in slow_steps(slower).alerts()
+
+
 def test_failures_that_are_far_apart_and_each_went_further_are_no_storm(recorded: RecordedRun) -> None:
     assert "restart_storm" not in old_failures(recorded).alerts()
 
@@ -253,7 +286,7 @@ def test_a_checkpoint_is_too_old_by_what_its_configuration_says(tmp_path: Path) 
 
 
 def test_without_room_for_two_more_checkpoints_a_disk_is_too_full(recorded: RecordedRun) -> None:
-    assert [key for key in steady(recorded).alerts(disk_free_bytes=0.0) if key.startswith("disk")] == []
+    assert [key for key in steady(recorded).alerts() if key.startswith("disk")] == []
     assert "disk:run" in recorded.alerts(disk_free_bytes=1e18)
     recorded.write("checkpoint_needs", rank=0, checkpoint_bytes=10**17)
     assert "disk:checkpoints" in recorded.alerts()
@@ -268,6 +301,20 @@ def test_a_run_that_failed_or_fell_silent_is_an_alert_and_one_that_finished_is_n
     for state in (RunPhase.finished, RunPhase.stopped, RunPhase.cancelled):
         found = recorded.look(state)
         assert (list(found.alerts), list(found.unseen)) == ([], [])
+
+
+def test_an_alert_is_no_sign_of_life_of_its_run(recorded: RecordedRun) -> None:
+    heard = steady(recorded).time
+    recorded.wait(900).write("alert_raised", key="silence:all", told=[])
+    (silent,), (died,) = (recorded.look(state).alerts for state in (RunPhase.unknown, RunPhase.died))
+    assert (silent.since, died.since) == (heard, heard)
+    ended = recorded.fail().time
+    recorded.wait(900).write("alert_ended", key="silence:all", told=[])
+    (failed,) = recorded.look(RunPhase.failed).alerts
+    assert failed.since == ended
+    recorded.write("start_failed", code=1)
+    (failed,) = recorded.look(RunPhase.failed).alerts
+    assert failed.since == recorded.time
 
 
 def test_a_plan_that_the_run_falls_short_of_is_an_alert(recorded: RecordedRun) -> None:

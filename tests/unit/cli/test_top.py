@@ -14,6 +14,7 @@ from support.run_records import led_here
 
 from conf.schema import Config
 from orchestra.alerts.observed import NodeBeat, ObservedRun
+from orchestra.cli.look.top_command import Top
 from orchestra.cli.look.top_page import RunView, run_page
 from orchestra.report.run_state import RunState
 from orchestra.run.config_file import write_config
@@ -55,22 +56,23 @@ def terminal(tmp_path: Path) -> Iterator[Callable[..., str]]:
     server = ["tmux", "-S", str(tmp_path / "tmux"), "-f", "/dev/null"]
     typed = f"PYTHONPATH={ROOT} LC_ALL=C.UTF-8 {sys.executable} -m orchestra top; echo ended with $?; cat"
     size = ["-x", "80", "-y", "24"]
-    subprocess.run([*server, "-u", "new-session", "-d", *size, typed], cwd=tmp_path, check=True)
+    session = [*server, "-u", "new-session", "-d", *size, typed]
+    subprocess.run(session, cwd=tmp_path, check=True, timeout=LIMIT_S)
 
     def screen() -> str:
         shown = [*server, "capture-pane", "-p"]
-        return subprocess.run(shown, capture_output=True, text=True, check=True).stdout
+        return subprocess.run(shown, capture_output=True, text=True, check=True, timeout=LIMIT_S).stdout
 
     def press(*keys: str, until: str) -> str:
         if keys:
-            subprocess.run([*server, "send-keys", *keys], check=True)
+            subprocess.run([*server, "send-keys", *keys], check=True, timeout=LIMIT_S)
         assert eventually(lambda: until in screen(), LIMIT_S), screen()
         return screen()
 
     try:
         yield press
     finally:
-        subprocess.run([*server, "kill-server"], check=True)
+        subprocess.run([*server, "kill-server"], check=True, timeout=LIMIT_S)
 
 
 def test_keys_open_a_run_ask_before_they_cancel_it_and_leave_the_terminal_as_it_was(
@@ -103,13 +105,23 @@ def test_keys_open_a_run_ask_before_they_cancel_it_and_leave_the_terminal_as_it_
     assert "goodput" not in left, "the screen is the one from before"
 
 
-def test_into_a_pipe_it_prints_plain_text_once(orchestra: CommandLine, first: RunDir) -> None:
+def test_into_a_pipe_it_prints_plain_text_once(orchestra: CommandLine, first: RunDir, tmp_path: Path) -> None:
+    odd = led_here(RunDir(tmp_path / "runs" / "odd\x1b[31m"), ended=1)
+    EventWriter(first, "attempt-000.node-000", 0).write("rank_failed", rank=1, cause="\x1b[2Jwiped\r\x9b1m")
     everything = orchestra("top").out
-    assert "\x1b" not in everything
     assert "broken" in everything
     assert "first" in everything
+    assert "odd [31m" in everything
     one = orchestra("top", "first").out
     assert all(word in one for word in ("step ", "loss ", "speed ", "saved ", "nodes ", "node1"))
+    assert "cause  [2Jwiped" in one
+    top = Top(tmp_path / "runs", odd)
+    top.read()
+    top.press("c", 24, lambda _: [])
+    asked = [text for _, text in top.page(80, 24, has_blocks=True)]
+    assert asked[-1].startswith("cancel odd [31m? y: yes")
+    for text in (*everything.split("\n"), *one.split("\n"), *asked):
+        assert text.isprintable()
 
 
 @pytest.mark.parametrize("height", [8, 24, 50])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import re
+import resource
 import socketserver
 import threading
 import time
@@ -18,12 +20,21 @@ from support.command_line import CommandLine
 from support.run_records import led_here, submitted_sweep
 from support.waiting import eventually
 
-from conf.schema import CheckpointConfig, Config
+from conf.schema import CheckpointConfig, Config, WandbConfig, WandbMode
+from orchestra.alerts.observed import Limits
+from orchestra.alerts.outlets import Printed
+from orchestra.cli.look.watch_command import Watch
 from orchestra.errors import EXIT_ALERT, EXIT_DONE, EXIT_UNSEEN, EXIT_USAGE
 from orchestra.run.config_file import write_config
 from orchestra.run.events import EventWriter, read_events
 from orchestra.run.files import JsonLinesWriter
 from orchestra.run.paths import RunDir
+
+# For whoever does not come, on a busy machine.
+LIMIT_S = 60.0
+# How full the disk is here is no matter.
+DISK = ("--disk-gib", "0")
+WATCH = ("watch", "first", *DISK)
 
 
 @pytest.fixture
@@ -52,6 +63,7 @@ class Posts:
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
+        self.paths: list[str] = []
         self.answer = 200
 
 
@@ -60,11 +72,19 @@ def posts() -> Iterator[tuple[Posts, str]]:
     received = Posts()
 
     class Handler(BaseHTTPRequestHandler):
+        timeout = LIMIT_S
+
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
             if received.answer == 200:
                 received.bodies.append(json.loads(body))
+                received.paths.append(self.path)
             self.send_response(received.answer)
+            self.send_header("Location", "/elsewhere")
+            self.end_headers()
+
+        def do_GET(self) -> None:
+            self.send_response(200)
             self.end_headers()
 
         def log_message(self, *_: object) -> None:
@@ -88,7 +108,7 @@ def served(server: socketserver.TCPServer) -> Iterator[int]:
 
 def test_once_prints_all_that_is_wrong_each_time(orchestra: CommandLine, first: RunDir) -> None:
     for _ in range(2):
-        said = orchestra("watch", "first", "--once", code=EXIT_ALERT).out
+        said = orchestra(*WATCH, "--once", code=EXIT_ALERT).out
         assert "ALERT first: stall, since " in said
         assert re.search(r"step 30 was its last row 36\d\d s ago; rows came every 1 s", said)
         assert "-> `orchestra logs first`" in said
@@ -103,7 +123,7 @@ def test_a_webhook_is_told_once_and_that_it_is_over(
 ) -> None:
     received, url = posts
     (tmp_path / "address").write_text(f"{url}\n")
-    words = ("watch", "first", "--once", "--webhook", "@address")
+    words = (*WATCH, "--once", "--webhook", "@address")
     for _ in range(2):
         orchestra(*words, code=EXIT_ALERT)
     (body,) = received.bodies
@@ -121,21 +141,50 @@ def test_an_outlet_that_fails_says_so_without_the_address_and_is_tried_again(
     orchestra: CommandLine, first: RunDir, posts: tuple[Posts, str]
 ) -> None:
     received, url = posts
-    received.answer = 503
-    words = ("watch", "first", "--once", "--webhook", url)
-    said = orchestra(*words, code=EXIT_ALERT)
-    assert "note: first: stall was not told: webhook at 127.0.0.1: it answered 503" in said.err
-    assert "secret-word" not in said.out + said.err
+    words = (*WATCH, "--once", "--webhook", url)
+    for code in (503, 302, 307):
+        received.answer = code
+        said = orchestra(*words, code=EXIT_ALERT)
+        assert f"note: first: stall was not told: webhook at 127.0.0.1: it answered {code}" in said.err
+        assert "secret-word" not in said.out + said.err
     received.answer = 200
     orchestra(*words, code=EXIT_ALERT)
     orchestra(*words, code=EXIT_ALERT)
     assert len(received.bodies) == 1
 
 
+def test_each_address_hears_the_beginning_and_the_end_whoever_recorded_it(
+    orchestra: CommandLine, first: RunDir, posts: tuple[Posts, str]
+) -> None:
+    received, url = posts
+    both = [(*WATCH, "--once", "--webhook", f"{url}/{name}") for name in "ab"]
+    stream = io.StringIO()
+    terminal = Watch(Limits(disk_free_bytes=0), [Printed(stream)])
+    terminal.look([first])
+    for words in both * 2:
+        orchestra(*words, code=EXIT_ALERT)
+    add_rows(first, range(31, 51), time.time())
+    received.answer = 503
+    assert "stall was not told" in orchestra(*both[0], code=EXIT_UNSEEN).err
+    received.answer = 200
+    for words in both * 2:
+        orchestra(*words, code=EXIT_UNSEEN)
+    heard = [(path[-1], body["state"]) for path, body in zip(received.paths, received.bodies, strict=True)]
+    assert heard == [("a", "raised"), ("b", "raised"), ("a", "ended"), ("b", "ended")]
+    terminal.look([first])
+    add_rows(first, range(51, 71), time.time() - 3600)
+    for _ in range(2):
+        terminal.look([first])
+    said = [line.split()[0] for line in stream.getvalue().splitlines() if not line.startswith(" ")]
+    assert said == ["ALERT", "over:", "ALERT"]
+
+
 def test_a_mail_goes_through_the_server_that_is_named(orchestra: CommandLine, first: RunDir) -> None:
     received: list[str] = []
 
     class Session(socketserver.StreamRequestHandler):
+        timeout = LIMIT_S
+
         def handle(self) -> None:
             self.wfile.write(b"220 here\r\n")
             for line in self.rfile:
@@ -150,7 +199,7 @@ def test_a_mail_goes_through_the_server_that_is_named(orchestra: CommandLine, fi
     with served(socketserver.ThreadingTCPServer(("127.0.0.1", 0), Session)) as port:
         smtp = ("--mail", "me@example.org", "--smtp", f"127.0.0.1:{port}")
         for _ in range(2):
-            orchestra("watch", "first", "--once", *smtp, code=EXIT_ALERT)
+            orchestra(*WATCH, "--once", *smtp, code=EXIT_ALERT)
     (message,) = received
     assert "Subject: orchestra alert: first: stall" in message
     assert "To: me@example.org" in message
@@ -163,14 +212,20 @@ def test_it_watches_until_the_run_ends_and_says_each_change_once(
         return any(each["event"] == event for each in read_events(first))
 
     def story() -> None:
-        assert eventually(lambda: has_said("alert_raised"), 60)
-        add_rows(first, range(31, 51), time.time())
-        assert eventually(lambda: has_said("alert_ended"), 60)
+        try:
+            if eventually(lambda: has_said("alert_raised"), LIMIT_S):
+                add_rows(first, range(31, 51), time.time())
+                eventually(lambda: has_said("alert_ended"), LIMIT_S)
+        finally:
+            # Whatever was said, or the watch would never end.
+            end()
+
+    def end() -> None:
         EventWriter(first, "attempt-000.node-000", 0).write("failed", node=0, code=1, cause="ValueError")
 
     teller = threading.Thread(target=story)
     teller.start()
-    said = orchestra("watch", "first", "--every", "0.05", "--json", code=EXIT_ALERT)
+    said = orchestra(*WATCH, "--every", "0.05", "--json", code=EXIT_ALERT)
     teller.join()
     lines = [json.loads(line) for line in said.out.splitlines()]
     changes = [(line["key"], line["state"]) for line in lines]
@@ -178,15 +233,33 @@ def test_it_watches_until_the_run_ends_and_says_each_change_once(
 
 
 def test_wandbs_alert_needs_a_run_that_is_online(orchestra: CommandLine, first: RunDir) -> None:
-    said = orchestra("watch", "first", "--once", "--wandb", code=EXIT_ALERT)
+    said = orchestra(*WATCH, "--once", "--wandb", code=EXIT_ALERT)
     assert "the run's wandb.mode is offline; its alerts need online" in said.err
+
+
+def test_wandbs_alert_needs_a_run_that_trains(orchestra: CommandLine, first: RunDir) -> None:
+    def told() -> list[tuple[str, str]]:
+        changes = [event for event in read_events(first) if "wandb" in event.get("told", [])]
+        return [(event["event"], event["key"]) for event in changes]
+
+    write_config(first.config, Config(wandb=WandbConfig(mode=WandbMode.online)))
+    watched = (*WATCH, "--once", "--wandb")
+    assert "was not told" not in orchestra(*watched, code=EXIT_ALERT).err
+    assert ("alert_raised", "stall") in told()
+    before = told()
+    EventWriter(first, "attempt-000.node-000", 0).write("failed", node=0, code=1, cause="ValueError")
+    for _ in range(2):
+        said = orchestra(*watched, code=EXIT_ALERT)
+        assert "note: first: ended_badly was not told: wandb, ended_badly: the run does not train" in said.err
+        assert "note: first: stall was not told" in said.err
+    assert told() == before
 
 
 def test_prometheus_gets_what_is_known_and_no_zero_for_what_is_not(
     orchestra: CommandLine, first: RunDir, tmp_path: Path
 ) -> None:
     file = tmp_path / "orchestra.prom"
-    orchestra("watch", "first", "--once", "--prometheus", str(file), code=EXIT_ALERT)
+    orchestra(*WATCH, "--once", "--prometheus", str(file), code=EXIT_ALERT)
     lines = file.read_text().splitlines()
     of_run = f'run="first",path="{first.path}"'
     assert f"orchestra_run_step{{{of_run}}} 30.0" in lines
@@ -202,9 +275,19 @@ def test_a_dry_run_sends_and_records_nothing(
 ) -> None:
     received, url = posts
     before = sorted(path for path in first.path.rglob("*"))
-    orchestra("watch", "first", "--once", "--dry-run", "--webhook", url, code=EXIT_ALERT)
+    orchestra(*WATCH, "--once", "--dry-run", "--webhook", url, code=EXIT_ALERT)
     assert sorted(path for path in first.path.rglob("*")) == before
     assert received.bodies == []
+
+
+def test_what_records_hold_cannot_draw_on_the_terminal(orchestra: CommandLine, first: RunDir) -> None:
+    cause = "\x1b[2Jwiped\rover: first: \u202eall is well\nover: first: all is well"
+    EventWriter(first, "attempt-000.node-000", 0).write("failed", node=0, code=1, cause=cause)
+    for words in (("--once",), ("--mail", "me@example.org", "--smtp", "127.0.0.1:1")):
+        said = orchestra(*WATCH, *words, code=EXIT_ALERT)
+        assert "[2Jwiped over: first:  all is well over: first: all is well" in said.out
+        assert all(line.isprintable() for line in (said.out + said.err).split("\n"))
+        assert not any(line.startswith("over:") for line in said.out.split("\n"))
 
 
 def test_a_finished_run_is_seen_whole(orchestra: CommandLine, tmp_path: Path, monkeypatch: Any) -> None:
@@ -212,7 +295,7 @@ def test_a_finished_run_is_seen_whole(orchestra: CommandLine, tmp_path: Path, mo
     led_here(RunDir(tmp_path / "runs" / "done"), ended=0)
     assert (
         "done: finished; all was seen, nothing fires"
-        in orchestra("watch", "done", "--once", code=EXIT_DONE).out
+        in orchestra("watch", "done", *DISK, "--once", code=EXIT_DONE).out
     )
 
 
@@ -223,18 +306,91 @@ def test_a_sweep_is_watched_with_its_members(
     sweep = submitted_sweep(tmp_path, 3)
     led_here(sweep.member(0), ended=0)
     led_here(sweep.member(1), ended=1)
-    (of_sweep, *_) = orchestra.json("watch", "lr-sweep", "--once", "--dry-run", code=EXIT_ALERT)
+    (of_sweep, *_) = orchestra.json("watch", "lr-sweep", *DISK, "--once", "--dry-run", code=EXIT_ALERT)
     assert of_sweep["name"] == "lr-sweep"
     assert [alert["detector"] for alert in of_sweep["alerts"]] == ["sweep"]
     assert "1 of 2 members that ended went wrong" in of_sweep["alerts"][0]["evidence"]
+
+
+_NOTED = ("sweep.json", "alerts cannot be recorded: File too large", "orchestra.prom")
+
+
+def test_what_cannot_be_read_or_written_is_told_once_and_the_others_are_still_watched(
+    orchestra: CommandLine, first: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep, stream = submitted_sweep(tmp_path, 1), io.StringIO()
+    sweep.record.write_text("{")
+    watch = Watch(Limits(disk_free_bytes=0), [Printed(stream)])
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for limit in (0, soft):
+        # As on a full disk: not a byte more can be written.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        try:
+            looks, goes_on = watch.look([sweep, first])
+            unwritten = watch.export(tmp_path / "missing" / "orchestra.prom")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert goes_on
+        assert [(each.name, bool(each.findings.alerts)) for each in looks] == [
+            ("lr-sweep", False),
+            ("first", True),
+        ]
+        assert [blind.detector for each in (looks[0], *unwritten) for blind in each.findings.unseen] == [
+            "sweep",
+            "prometheus",
+        ]
+        recorded = [event["key"] for event in read_events(first) if event["event"] == "alert_raised"]
+        assert recorded == ([] if limit == 0 else ["stall"])
+    assert stream.getvalue().count("ALERT first: stall") == 1
+    notes = capsys.readouterr().err.splitlines()
+    assert [next(i for i, note in enumerate(notes) if word in note) for word in _NOTED] == [0, 1, 2]
+    assert len(notes) == len(_NOTED)
+    file = str(tmp_path / "missing" / "orchestra.prom")
+    said = orchestra(*WATCH, "--once", "--prometheus", file, code=EXIT_ALERT)
+    assert f"note: {file}: No such file or directory" in said.err
+
+
+def test_a_member_that_ends_takes_its_alert_along_and_keeps_its_numbers(
+    first: RunDir, tmp_path: Path
+) -> None:
+    sweep, stream = submitted_sweep(tmp_path, 3), io.StringIO()
+    for index in range(2):
+        run = led_here(sweep.member(index))
+        EventWriter(run, "attempt-000.rank-00000", 0, rank=0).write("training_started", world_size=1)
+        add_rows(run, range(1, 31), time.time() - 3600)
+    watch = Watch(Limits(disk_free_bytes=0), [Printed(stream)], is_exported=True)
+    watch.look([sweep])
+    led_here(sweep.member(1), attempt=1)
+    led_here(sweep.member(0), ended=0)
+    for _ in range(2):
+        looks, _ = watch.look([sweep, sweep.member(0)])
+        watch.export(file := tmp_path / "orchestra.prom")
+        states = [line for line in file.read_text().splitlines() if line.startswith("orchestra_run_state{")]
+        assert len(states) == 3
+        assert f'path="{sweep.member(0).path}",state="finished"}} 1.0' in "\n".join(states)
+    assert [each.name for each in looks].count("lr-sweep/000") == 1
+    said = [line.split(",")[0] for line in stream.getvalue().splitlines() if "000: stall" in line]
+    assert [line.split(" (")[0] for line in said] == [
+        "ALERT lr-sweep/000: stall",
+        "over: lr-sweep/000: stall",
+    ]
+    attempts = {event["event"]: event["attempt"] for event in read_events(sweep.member(1)) if "key" in event}
+    assert attempts == {"alert_raised": 0, "alert_ended": 1}
 
 
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
         (("--webhook", "ftp://somewhere"), "expected an address that begins with https://"),
+        (("--webhook", "https://[secret-word"), "expected an address that begins with https://"),
+        (("--webhook", "https://here:secret-word/"), "expected an address that begins with https://"),
+        (("--webhook", "https://here/secret-word x"), "holds a space or a control character"),
+        (("--webhook", "https://here/secret-word\n"), "holds a space or a control character"),
         (("--webhook", "@missing"), "cannot be read"),
         (("--mail", "me"), "expected an address such as"),
+        (("--mail", "me@"), "expected an address such as"),
+        (("--mail", "me@["), "expected an address such as"),
+        (("--mail", "me@example.org", "--smtp", "here:65536"), "expected HOST or HOST:PORT"),
         (("--smtp", "host"), "add --mail ADDRESS"),
         (("--prometheus", "file.txt"), "node_exporter reads files that end with .prom"),
         (("--every", "0"), "expected seconds above 0"),
@@ -243,4 +399,23 @@ def test_a_sweep_is_watched_with_its_members(
 def test_wrong_options_say_what_is_expected(
     orchestra: CommandLine, first: RunDir, words: tuple[str, ...], problem: str
 ) -> None:
-    assert problem in orchestra("watch", "first", *words, code=EXIT_USAGE).err
+    said = orchestra(*WATCH, *words, code=EXIT_USAGE)
+    assert problem in said.err
+    assert "secret-word" not in said.out + said.err
+
+
+def test_a_server_that_does_not_speak_http_is_told_by_the_type_of_its_failure(
+    orchestra: CommandLine, first: RunDir
+) -> None:
+    class Session(socketserver.StreamRequestHandler):
+        timeout = LIMIT_S
+
+        def handle(self) -> None:
+            self.rfile.readline()
+            self.wfile.write(b"secret-word of another protocol\r\n")
+
+    with served(socketserver.ThreadingTCPServer(("127.0.0.1", 0), Session)) as port:
+        url = f"http://127.0.0.1:{port}/secret-word"
+        said = orchestra(*WATCH, "--once", "--webhook", url, code=EXIT_ALERT)
+    assert "stall was not told: webhook at 127.0.0.1: BadStatusLine" in said.err
+    assert "secret-word" not in said.out + said.err
