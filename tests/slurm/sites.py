@@ -524,6 +524,6 @@ def parent(pid: int) -> int:
 
 def _finished(done: subprocess.CompletedProcess[str], check: bool) -> subprocess.CompletedProcess[str]:
     assert not check or done.returncode == 0, (
-        f"{done.args} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
+        f"{done.stderr.strip() or done.stdout.strip()}\n{done.args} ended with {done.returncode}"
     )
     return done
