@@ -84,7 +84,10 @@ class ClusterConfig:
 
     name: str = "local"
     launcher: LauncherName = LauncherName.local
+    # `4..8` on the command line: a job begins with 4 to 8, and grows (min_nodes=4, nodes=8).
     nodes: int = 1
+    # Fewest nodes that a job begins with; null: all of them.
+    min_nodes: int | None = None
     # Ranks per node, on CPU too. `auto`: all GPUs of the node, or 2 CPU ranks.
     gpus_per_node: int | str = "auto"
     device: Device = Device.auto
@@ -215,6 +218,9 @@ class RecoveryConfig:
     max_restarts: int = 3
     # Fewest nodes the run may shrink to; null: all of cluster.nodes.
     min_nodes: int | None = None
+    # A run on fewer than cluster.nodes asks for the others in a job that waits beside its own, and goes on
+    # with them once they came, no sooner than so long after the last such change; null: it stays as it is.
+    resize_every_s: float | None = 600.0
     # A rank that shows no progress for so long counts as hung, until its own history says a shorter limit.
     heartbeat_timeout_s: float = 60.0
     # The same before an attempt's first step: imports, connections, compilation.

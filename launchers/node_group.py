@@ -91,15 +91,20 @@ class NodeGroup:
         num_nodes: int,
         timeout_s: float,
         stalled: Callable[[], None] = lambda: None,
+        *,
+        may_grow: bool = False,
     ) -> None:
-        """`timeout_s`: a node whose beat stands still for so long is silent, and sooner where its host does
-        not answer either. `stalled` is called, from another thread, when this agent has made no `progress`
-        for so long that its beat stands still. Raises LauncherError where the folder cannot be made.
+        """`num_nodes`: how many there are to be; others may come later where it `may_grow`. `timeout_s`: a
+        node whose beat stands still for so long is silent, and sooner where its host does not answer either.
+        `stalled` is called, from another thread, when this agent has made no `progress` for so long that its
+        beat stands still. Raises LauncherError where the folder cannot be made.
         """
         self.folder = folder
         self._orders = folder / "orders"
         self.node = node
+        # The highest number of a node that has come or is to come, and one.
         self.num_nodes = num_nodes
+        self._may_grow = may_grow
         self._beat_s = _BEAT_OF_FEW_S if num_nodes <= _FEW_NODES else _BEAT_S
         # Those that were really written: what silence is counted in.
         self._own_beats = 0
@@ -128,7 +133,7 @@ class NodeGroup:
 
     def join(self, host: str, address: str, facts: Mapping[str, Any]) -> GroupMember:
         """Say who this node's agent is, and let its beat move from now on. Raises LauncherError."""
-        port = self._take_deaf_port(address) if self.num_nodes > 1 else 0
+        port = self._take_deaf_port(address) if self.num_nodes > 1 or self._may_grow else 0
         who = (secrets.token_hex(6), os.getpid(), dict(facts), port)
         self.member = GroupMember(self.node, host, address, *who)
         try:
@@ -217,6 +222,7 @@ class NodeGroup:
         except OSError:
             return {}
         members = [member for name in names if (member := _member(self.folder / name)) is not None]
+        self.num_nodes = max(self.num_nodes, *(member.node + 1 for member in members), 1)
         return {member.node: member for member in sorted(members, key=lambda member: member.node)}
 
     def member_of(self, node: int) -> GroupMember | None:

@@ -66,7 +66,8 @@ class BatchJob:
     """One job: the same command once on each node."""
 
     name: str
-    num_nodes: int
+    # A number, or a range as sbatch writes it: 4-8.
+    num_nodes: int | str
     # What srun starts, a word each; the shell expands nothing in them.
     command: tuple[str, ...]
     # Where the job's own output goes; it must exist when the job starts.

@@ -25,9 +25,10 @@ from launchers.host_network import free_port
 from launchers.memory_store.exchange import NodeCopyPlan
 from launchers.node_agent import StopRequests
 from launchers.node_group import NodeGroup, Order
-from launchers.slurm.this_job import job_task
+from launchers.slurm.this_job import JobTask, job_task
 from orchestra.agents.attempt import perform
 from orchestra.agents.context import END, REFUSE, SCHEDULER_S, START, AgentContext, Scheduler, attempt_number
+from orchestra.agents.growth.helper_job import HelperJob, group_name, helped_group
 from orchestra.agents.leader import Leader
 from orchestra.agents.node_check.after_hang import RingMeasurement
 from orchestra.agents.node_check.own_check import node_check_of
@@ -148,6 +149,8 @@ class _Agent:
                 self._idle_since = time.monotonic()
                 continue
             if self._group.leads:
+                if self._context.scheduler.is_helper:
+                    raise LaunchError(f"the job that this one helps is over ({self._group.folder.name})")
                 self._leader.look(order)
             elif self._context.signals.count() and order is None:
                 self._wait_for_the_leader()
@@ -247,7 +250,7 @@ def run_of(words: Sequence[str]) -> RunDir:
 
 def group_folder(control: Path, job: str, restart: int) -> Path:
     """Return where the agents of one start of a job meet."""
-    return control / f"job-{job}.start-{restart}"
+    return control / group_name(job, restart)
 
 
 def fork_server_of(
@@ -274,19 +277,29 @@ def context_of_task(run: RunDir, signals: StopRequests, owner: ServerOwner) -> A
     task = job_task(os.environ)
     config = read_config(run.config)
     open_to_group(config.run.group)
-    wanted = config.cluster.nodes + config.cluster.spare_nodes
-    if task.num_nodes != wanted:
-        raise LaunchError(
-            f"the job has {task.num_nodes} nodes, the run needs {wanted} (cluster.nodes="
-            f"{config.cluster.nodes}, cluster.spare_nodes={config.cluster.spare_nodes}); "
-            f"`orchestra resume {run.name}` submits it again"
-        )
-    folder = group_folder(run.control, task.job, task.restart)
-    group = NodeGroup(folder, task.node, task.num_nodes, config.recovery.agent_timeout_s, _end_this_agent)
+    helped = helped_group(os.environ)
+    scheduler: Scheduler
+    if helped is None:
+        _require_nodes(run, config, task)
+        name, first = group_name(task.job, task.restart), 0
+        scheduler = SlurmJob(run, config, task)
+    else:
+        name, first = helped.name, helped.first_node
+        scheduler = HelperJob(config, task)
+        if not (run.control / name).is_dir():
+            raise LaunchError(f"there is no job to help: {run.control / name} is gone")
+    node, num_nodes = first + task.node, first + task.num_nodes
+    group = NodeGroup(
+        run.control / name,
+        node,
+        num_nodes,
+        config.recovery.agent_timeout_s,
+        _end_this_agent,
+        may_grow=config.cluster.nodes > 1,
+    )
     path = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    scheduler = SlurmJob(run, config, task)
 
-    where = f"node {task.node} of {task.num_nodes} on {scheduler.host}"
+    where = f"node {node} of {num_nodes} on {scheduler.host}"
 
     def say(words: str) -> None:
         sys.stdout.write(f"job {task.job} start {task.restart} {where}: {words}\n")
@@ -298,6 +311,20 @@ def context_of_task(run: RunDir, signals: StopRequests, owner: ServerOwner) -> A
     return AgentContext(
         run, config, group, signals, scheduler, say, path, fork_server=fork_server, node_check=node_check
     )
+
+
+def _require_nodes(run: RunDir, config: Config, task: JobTask) -> None:
+    """Raise LaunchError where a job has another number of nodes than its run needs."""
+    cluster = config.cluster
+    most = cluster.nodes + cluster.spare_nodes
+    fewest = most if cluster.min_nodes is None else cluster.min_nodes + cluster.spare_nodes
+    if not fewest <= task.num_nodes <= most:
+        needed = f"{most}" if fewest == most else f"{fewest} to {most}"
+        raise LaunchError(
+            f"the job has {task.num_nodes} nodes, the run needs {needed} (cluster.nodes="
+            f"{cluster.nodes}, cluster.spare_nodes={cluster.spare_nodes}); "
+            f"`orchestra resume {run.name}` submits it again"
+        )
 
 
 def _end_this_agent() -> None:

@@ -24,6 +24,7 @@ from launchers.numa import as_list
 from launchers.torchrun import Ending, LaunchPlace, LaunchSpec, RankFailure
 from orchestra.agents.attempt_record import AttemptRecord
 from orchestra.agents.context import START, AgentContext, attempt_number, host_of
+from orchestra.agents.growth.resize import Resize
 from orchestra.agents.hang_watch import (
     HangWatchOfAllNodes,
     heartbeat_environment,
@@ -75,12 +76,19 @@ def perform(context: AgentContext, order: Order, tick: Callable[[int], None]) ->
         spec, place = _launch(context, order)
         with contextlib.suppress(OSError):
             record.events.write("node_started", node=context.node, pid=os.getpid(), **_bound(context.config))
-        stop = StopDeadline(context.run, attempt, context.signals, context.config.recovery.stop_timeout_s)
+        patience_s, reason = context.config.recovery.stop_timeout_s, context.scheduler.stop_reason
+        stop = StopDeadline(context.run, attempt, context.signals, patience_s, reason)
         agent = _started(context, spec, place)
         own = range(place.node * spec.ranks_per_node, (place.node + 1) * spec.ranks_per_node)
         watch = _AttemptWatch(context, order, record, spec, own)
+        resize = Resize(context, order, record)
         idle = IdleTorchrun(context, record, own, spec.world_size)
-        ending = _supervised(context, agent, stop, watch, idle, lambda: tick(attempt))
+
+        def turn() -> None:
+            tick(attempt)
+            resize.look()
+
+        ending = _supervised(context, agent, stop, watch, idle, turn)
     except (LauncherError, LaunchError, OSError) as error:
         record.write_failed(LaunchError(str(error)))
         context.group.mark_broken(order.number, {"cause": "not started", "message": str(error)})
@@ -187,11 +195,20 @@ class StopDeadline:
     Called from the agent's thread, about ten times a second.
     """
 
-    def __init__(self, run: RunDir, attempt: int, signals: StopRequests, timeout_s: float) -> None:
+    def __init__(
+        self,
+        run: RunDir,
+        attempt: int,
+        signals: StopRequests,
+        timeout_s: float,
+        reason: Callable[[str], str] = stop_requests.signal_reason,
+    ) -> None:
+        """`reason`: of the request that a signal leads to."""
         self._run = run
         self._attempt = attempt
         self._signals = signals
         self._timeout_s = timeout_s
+        self._reason = reason
         self._deadline: float | None = None
         self._looked_at = -_STOP_LOOK_S
         self._requests: list[StopRequest] = []
@@ -241,7 +258,7 @@ class StopDeadline:
         """Turn a signal into a request to the ranks; return what kept it from being written."""
         self._deadline = time.monotonic() + self._timeout_s
         try:
-            request = stop_requests.write_request(self._run, self._attempt, stop_requests.signal_reason(name))
+            request = stop_requests.write_request(self._run, self._attempt, self._reason(name))
         except OSError as error:
             return error.strerror or str(error)
         self._requests = [*self._requests, request]
@@ -249,7 +266,16 @@ class StopDeadline:
 
 
 def requests_of(context: AgentContext, attempt: int) -> list[StopRequest]:
-    """Return the requests to stop an attempt, none where the file system does not answer."""
+    """Return the requests that the run stops with an attempt, none where the file system does not answer."""
+    return [request for request in _all_requests(context, attempt) if request.reason != stop_requests.RESIZE]
+
+
+def is_to_be_resized(context: AgentContext, attempt: int) -> bool:
+    """Tell whether an attempt was asked to stop so that other nodes go on."""
+    return any(request.reason == stop_requests.RESIZE for request in _all_requests(context, attempt))
+
+
+def _all_requests(context: AgentContext, attempt: int) -> list[StopRequest]:
     try:
         return stop_requests.read_requests(context.run, attempt)
     except OSError:

@@ -36,6 +36,8 @@ _CLOCK_SLACK_S = 2.0
 CHECKS_TIMEOUT_S = 10.0
 
 Nodes = tuple[int, ...]
+# What an agent publishes whose job is about to be ended while the others' goes on.
+LEAVES = "leaves"
 # Returns as many of the nodes as give a layout, None where too few do.
 Shrink = Callable[[Sequence[int]], Nodes | None]
 
@@ -233,6 +235,32 @@ def _start_of_job(facts: Mapping[str, Any]) -> tuple[object, object]:
 def is_fit(member: GroupMember) -> bool:
     """Tell whether a node's check of itself found nothing that keeps it from training."""
     return not member.facts.get("unfit")
+
+
+def resized(
+    order: Order,
+    members: Mapping[int, GroupMember],
+    config: Config,
+    listed: Mapping[str, str],
+    excluded: Collection[str] = (),
+) -> tuple[int, ...] | None:
+    """Return as many nodes as the run can use, in rank order: those of the order that stay, then others that
+    came. None where too few are left.
+
+    `members`: those that live. A node that leaves (`LEAVES`) is not taken, and none that has not been checked
+    yet.
+    """
+    fit = {
+        node: member
+        for node, member in members.items()
+        if is_fit(member) and member.host not in excluded and not member.facts.get(LEAVES)
+    }
+    ready = {
+        node for node, member in fit.items() if "checked" in member.facts or not member.facts.get("looks")
+    }
+    stay = [node for node in order.nodes if node in fit]
+    new = by_preference(sorted(ready - set(order.nodes)), slow(members), doubts(members, listed))
+    return shrunk([*stay, *new], config)
 
 
 def shrunk(nodes: Sequence[int], config: Config) -> tuple[int, ...] | None:

@@ -13,10 +13,12 @@ from launchers.memory_store.exchange import NodeCopies
 from launchers.node_agent import StopRequests
 from launchers.node_group import GroupMember, NodeGroup, Order
 from orchestra.agents.attempt_record import AttemptRecord, AttemptRecords
+from orchestra.agents.growth.wanted_nodes import WantedNodes
 from orchestra.agents.node_check.own_check import NodeCheck
 from orchestra.errors import LaunchError
 from orchestra.recovery.incidents import Incident, Verdict
 from orchestra.recovery.policy import Decision
+from orchestra.run.control import stop_requests
 from orchestra.run.events import EventWriter
 from orchestra.run.paths import RunDir
 
@@ -38,6 +40,9 @@ class Scheduler:
 
     `orchestra.agents.slurm_job.SlurmJob` is a job of Slurm's, and says all of it itself.
     """
+
+    # Whether its agents help those of another job (orchestra.agents.growth), and never lead.
+    is_helper = False
 
     @property
     def host(self) -> str:
@@ -92,6 +97,18 @@ class Scheduler:
         """Give back lost hosts, whatever becomes of them: this start of the job goes on without. Returns at
         once.
         """
+
+    def stop_reason(self, signal: str, /) -> str:
+        """Return the reason of the request that a signal such as "SIGTERM" to this agent leads to."""
+        return stop_requests.signal_reason(signal)
+
+    def ask_for_nodes(self, wanted: WantedNodes, /) -> None:
+        """Have more nodes join this attempt's when they are free; to be asked again and again while they are
+        missing. Returns at once.
+        """
+
+    def withdraw(self) -> None:
+        """Take back what was asked for and has not come. Raises LauncherError."""
 
     def release(self, lost: Sequence[int], /) -> None:
         """Give back what nobody else does, when all is over. `lost`: nodes that are gone."""

@@ -16,9 +16,10 @@ from launchers import LauncherError
 from launchers.node_group import GroupMember, Order
 from launchers.torchrun import Ending
 from orchestra.agents import choose_nodes
-from orchestra.agents.attempt import config_of, ending_of, mark_lost, requests_of
+from orchestra.agents.attempt import config_of, ending_of, is_to_be_resized, mark_lost, requests_of
 from orchestra.agents.attempt_record import AttemptRecord, write_started
 from orchestra.agents.context import END, REFUSE, SCHEDULER_S, START, AgentContext, attempt_number, host_of
+from orchestra.agents.growth.resize import living
 from orchestra.agents.node_check.after_hang import RingAnswers, cut_off
 from orchestra.agents.node_copies import MEMORY, memory_of
 from orchestra.agents.wait_for_nodes import Preflight, WaitForNodes, called_off, start_failed
@@ -237,7 +238,10 @@ class Leader:
             self._order_end(number, EXIT_DONE, "finished", lost)
             return
         requests = self._asked(attempt)
-        if verdict.code in (EXIT_STOPPED, EXIT_INTERRUPTED) or requests or context.signals.count():
+        is_stopped = verdict.code in (EXIT_STOPPED, EXIT_INTERRUPTED)
+        if is_stopped and not requests and not context.signals.count() and is_to_be_resized(context, attempt):
+            self._resize(order, verdict, record, lost)
+        elif is_stopped or requests or context.signals.count():
             stopped = as_stopped(verdict, requests)
             outcome = context.scheduler.go_on(stopped, attempt, record.events)
             self._order_end(number, verdict.code, outcome or verdict.cause, lost)
@@ -245,6 +249,26 @@ class Leader:
             self._recover(order, verdict, record, lost)
 
     # Going on.
+
+    def _resize(self, order: Order, verdict: Verdict, record: AttemptRecord, lost: list[int]) -> None:
+        """Go on with the nodes that came, or without those that leave: nothing failed."""
+        context, number = self._context, order.number + 1
+        members = {node: it for node, it in living(context, order).items() if node not in lost}
+        excluded = choose_nodes.excluded_hosts(read_events(context.run), context.scheduler.facts())
+        nodes = choose_nodes.resized(order, members, context.config, self._preflight.listed, excluded)
+        there, now = len(order.nodes), 0 if nodes is None else len(nodes)
+        action = Action.grow if now > there else Action.shrink if nodes else Action.requeue
+        reason = f"{now} nodes instead of {there}" if nodes else "too few nodes stay"
+        decision = Decision(action, verdict.code, reason, rule="resized")
+        with contextlib.suppress(OSError):
+            record.events.write("restarting", **choose_nodes.evidence(decision), after=verdict.cause)
+        context.say(f"{action.name}: {reason}")
+        if nodes is None:
+            self._requeue(number, decision, verdict, record, lost)
+            return
+        self._start(
+            number, nodes, members, 0.0, after=record.number, **self._memory(order, nodes, set(members))
+        )
 
     def _recover(self, order: Order, verdict: Verdict, record: AttemptRecord, lost: list[int]) -> None:
         context = self._context
@@ -326,6 +350,8 @@ class Leader:
 
     def _order_end(self, number: int, code: int, outcome: str, lost: Sequence[int] = ()) -> None:
         self._context.say(outcome)
+        with contextlib.suppress(LauncherError):
+            self._context.scheduler.withdraw()
         self._publish(Order(number, END, facts={"code": code, "said": outcome, "lost": list(lost)}))
 
 

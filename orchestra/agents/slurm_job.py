@@ -10,6 +10,7 @@ policy decided to requeue (`SlurmJob.requeue`).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import socket
 import sys
 import threading
@@ -26,6 +27,9 @@ from launchers.slurm.commands import asked_cluster, settings
 from launchers.slurm.this_job import JobTask, OwnJob
 from orchestra.agents.choose_nodes import excluded_hosts
 from orchestra.agents.context import Reasons, Scheduler
+from orchestra.agents.growth.helper_job import group_name
+from orchestra.agents.growth.more_nodes import MoreNodes
+from orchestra.agents.growth.wanted_nodes import WantedNodes
 from orchestra.agents.rival_jobs import refusal
 from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_INTERRUPTED, EXIT_STOPPED, LaunchError
 from orchestra.recovery.excluded_hosts import ExcludeList, entries_of, shared_folder
@@ -289,6 +293,7 @@ class SlurmJob(Scheduler):
         self._run = run
         self._config = config
         self._task = task
+        self._more_nodes = MoreNodes(run, config, task, group_name(task.job, task.restart))
         self._letting_go = threading.Lock()
         self._to_let_go: set[str] = set()
         self._shrinks: threading.Thread | None = None
@@ -307,7 +312,11 @@ class SlurmJob(Scheduler):
         return {"job": self._task.job, "job_start": self._task.restart, "cluster": self._task.cluster}
 
     def own_address(self) -> str:
-        return own_address(self._config.cluster.network, self._task)
+        # Another node may come.
+        task = dataclasses.replace(
+            self._task, num_nodes=max(self._task.num_nodes, self._config.cluster.nodes)
+        )
+        return own_address(self._config.cluster.network, task)
 
     def refusal(self) -> str | None:
         return refusal(self._run, self._task)
@@ -416,13 +425,20 @@ class SlurmJob(Scheduler):
             with self._letting_go:
                 self._to_let_go -= hosts
 
+    def ask_for_nodes(self, wanted: WantedNodes) -> None:
+        self._more_nodes.ask(wanted)
+
+    def withdraw(self) -> None:
+        self._more_nodes.withdraw()
+
     def release(self, lost: Sequence[int]) -> None:
         """End this start of the job where a node of it is gone. Raises LauncherError after a minute.
 
         Where it was the first one, srun went with it, and nobody else would end the job. Else srun waits for
         the lost node's task until Slurm has noticed, minutes by default, and the job keeps its nodes.
         """
-        if not lost:
+        # Nodes of a helping job hold nothing of this one's.
+        if all(node >= self._task.num_nodes for node in lost):
             return
         deadline = time.monotonic() + _RELEASE_TIMEOUT_S
         while True:

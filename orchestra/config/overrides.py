@@ -22,6 +22,8 @@ from orchestra.config.preset_files import GROUPS, Scratch, Tree, own_folder
 from orchestra.config.rules.value_rules import run_name_problems
 
 SEARCH_PATH = "hydra.searchpath"
+# As many nodes as are free, between two numbers.
+_NODE_RANGE = re.compile(r"cluster\.nodes=(?P<least>\d+)\.\.(?P<most>\d+)")
 # A number or a truth value as Hydra reads it: no quotes, no brackets, no function call.
 _PLAIN = re.compile(r"[A-Za-z0-9_.+-]+")
 
@@ -62,7 +64,7 @@ def parse_overrides(overrides: Sequence[str], loader: ConfigLoader | None = None
     """
     parsed = Parsed([], [], set())
     parser = OverridesParser.create()
-    for text in overrides:
+    for text in _with_ranges(overrides):
         try:
             # Whoever deletes the watcher wants none.
             override = parser.parse_override("wandb=disabled" if text.strip() == "~wandb" else text)
@@ -72,6 +74,19 @@ def parse_overrides(overrides: Sequence[str], loader: ConfigLoader | None = None
             parsed.problems.append(_unreadable(text, error))
             parsed.refused.add(_split(text)[0])
     return parsed
+
+
+def _with_ranges(overrides: Sequence[str]) -> Iterator[str]:
+    """Yield the overrides, cluster.nodes=4..8 as what it stands for."""
+    for text in overrides:
+        match = _NODE_RANGE.fullmatch(text.strip())
+        if match is None:
+            yield text
+            continue
+        least, most = match["least"], match["most"]
+        yield from (f"cluster.nodes={most}", f"cluster.min_nodes={least}")
+        if not any(_split(other)[0] == "recovery.min_nodes" for other in overrides):
+            yield f"recovery.min_nodes={least}"
 
 
 def check_overrides(overrides: Sequence[str]) -> Checked:

@@ -27,6 +27,8 @@ class Action(Enum):
     replace = "replace"
     # Fewer nodes, never fewer than recovery.min_nodes.
     shrink = "shrink"
+    # More nodes, never more than cluster.nodes; no rule of this list decides so.
+    grow = "grow"
     # Another start of a job, on other nodes or at another time.
     requeue = "requeue"
     # The run is done, or somebody asked for its end.

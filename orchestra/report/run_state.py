@@ -120,7 +120,7 @@ def passed_over(event: Record) -> list[str]:
 
 # Decisions that another attempt by the same agents follows, and the one that another job does; after the
 # others the leader ends.
-_GO_ON = ("restart", "replace", "shrink", "requeue")
+_GO_ON = ("restart", "replace", "shrink", "grow", "requeue")
 # A verdict carries this while its leader has yet to say what follows.
 _UNDECIDED = "undecided"
 # Where nobody can tell whether the leader lives, it may begin the next attempt so long after it is due.

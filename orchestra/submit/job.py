@@ -87,7 +87,7 @@ def _job(
     prefix, srun_options, exports = _container(config, place)
     return BatchJob(
         name=place.name,
-        num_nodes=cluster.nodes + cluster.spare_nodes,
+        num_nodes=_num_nodes(config),
         survives_nodes=True,
         command=(_python(config), "-u", "-m", NODE_MODULE, *arguments),
         prefix=prefix,
@@ -111,6 +111,17 @@ def _job(
         srun_options=srun_options,
         srun_extra=cluster.srun_extra,
         options=options,
+    )
+
+
+def _num_nodes(config: Config) -> int | str:
+    """Return how many nodes the job is given: a number, or a range as sbatch writes it."""
+    cluster = config.cluster
+    most = cluster.nodes + cluster.spare_nodes
+    return (
+        most
+        if cluster.min_nodes in (None, cluster.nodes)
+        else f"{cluster.min_nodes + cluster.spare_nodes}-{most}"
     )
 
 

@@ -59,7 +59,11 @@ _LIMIT = 20
 _HOSTS = 4
 
 # By the decision that another attempt follows: on which nodes.
-_NODES = {"replace": ", on other nodes where these failed", "shrink": ", on fewer nodes"}
+_NODES = {
+    "replace": ", on other nodes where these failed",
+    "shrink": ", on fewer nodes",
+    "grow": ", on more nodes",
+}
 _EXPLAINED = """\
   orchestra status                runs and sweeps, newest first
   orchestra status first          one run: why it waits or ended, where it runs, what to type next

@@ -55,6 +55,7 @@ _WORDS_OF_DECISIONS = {
     "restart": "restarted in place",
     "replace": "restarted with a spare",
     "shrink": "restarted on fewer nodes",
+    "grow": "went on with more nodes",
     "requeue": "requeued",
     GAVE_UP: "gave up",
     "end": "ended",

@@ -40,6 +40,20 @@ def rule_min_nodes(config: Config, _: Situation) -> Iterator[str]:
         )
 
 
+def rule_range_of_nodes(config: Config, _: Situation) -> Iterator[str]:
+    """A job that may begin with fewer nodes must be able to go on with as few."""
+    nodes, first, least = config.cluster.nodes, config.cluster.min_nodes, config.recovery.min_nodes
+    if first is None or first < 1 or nodes < 1:
+        return
+    if first > nodes:
+        yield f"cluster.min_nodes={first} is above cluster.nodes={nodes}; use at most that"
+    elif first < nodes and (least is None or least > first):
+        yield (
+            f"cluster.min_nodes={first} lets a job begin with {first} nodes, and recovery.min_nodes="
+            f"{shown(least)} does not let the run train on so few; use recovery.min_nodes={first}"
+        )
+
+
 def _problem(config: Config, num_ranks: int) -> str | None:
     try:
         mesh = layout(config.parallelism, num_ranks)

@@ -83,6 +83,7 @@ _BOUNDS: dict[str, tuple[int | None, int | None]] = {
     "checkpoint.last_save_patience_s": (None, 10**7),
     "checkpoint.restore_patience_s": (None, 10**7),
     "cluster.nodes": (1, 2**20),
+    "cluster.min_nodes": (1, None),
     "cluster.threads_per_rank": (1, 4096),
     "cluster.spare_nodes": (0, None),
     "cluster.gpus_per_node": (None, 1024),
@@ -100,6 +101,7 @@ _BOUNDS: dict[str, tuple[int | None, int | None]] = {
     "recovery.setup_timeout_s": (None, 10**7),
     "recovery.agent_timeout_s": (None, 10**7),
     "recovery.backoff_s": (None, 10**7),
+    "recovery.resize_every_s": (None, 10**7),
     # Ten years.
     "recovery.exclude_hours": (None, 87600),
     "recovery.collective_timeout_s": (None, 10**7),
@@ -151,6 +153,7 @@ _NOT_NEGATIVE = (
     "checkpoint.restore_patience_s",
     "recovery.stop_timeout_s",
     "recovery.backoff_s",
+    "recovery.resize_every_s",
     "recovery.exclude_hours",
     "wandb.finish_timeout_s",
 )

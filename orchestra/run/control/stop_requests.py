@@ -26,6 +26,8 @@ from orchestra.run.paths import RunDir
 CANCEL = "cancel"
 TIME_LIMIT = "time_limit"
 PREEMPTED = "preempted"
+# The run goes on at once, on more or fewer nodes.
+RESIZE = "resize"
 # The signal that a job's script asks Slurm for before the time limit.
 _WARNING = "SIGUSR2"
 
