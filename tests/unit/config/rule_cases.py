@@ -226,9 +226,9 @@ rule_min_nodes
     cluster.nodes=4  cluster.gpus_per_node=2  recovery.min_nodes=2  parallelism.dp=8 -> 2 to 3 nodes
     cluster.nodes=4  cluster.gpus_per_node=2  recovery.min_nodes=3  train.global_batch_size=8 -> 3 nodes
 rule_range_of_nodes
-    cluster.nodes=2..1  cluster=slurm -> cluster.min_nodes=2 | cluster.nodes=1
-    cluster.nodes=2  cluster.min_nodes=1  cluster=slurm -> recovery.min_nodes=1
-    cluster.nodes=1..4  recovery.min_nodes=2  cluster=slurm -> recovery.min_nodes=2 | use recovery.min_nodes=1
+    cluster.min_nodes=2 -> cluster.min_nodes=2 | cluster.nodes=1
+    cluster.nodes=2  cluster.min_nodes=1 -> recovery.min_nodes=null | use recovery.min_nodes=1
+    cluster.nodes=4  cluster.min_nodes=1  recovery.min_nodes=2 -> recovery.min_nodes=2 | use recovery.min_nodes=1
 rule_spare_nodes
     cluster.spare_nodes=1 -> cluster.spare_nodes=1 | launcher=local
 rule_agent_timeout

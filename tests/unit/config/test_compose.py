@@ -55,6 +55,15 @@ def test_an_override_beats_an_experiment_and_an_experiment_beats_its_presets() -
     assert (config.train.steps, config.train.global_batch_size) == (5, 16)
 
 
+def test_a_range_of_nodes_says_how_many_a_job_begins_with_and_may_go_on_with() -> None:
+    situation = Situation("submit", num_gpus=0)
+    overrides = ("cluster=slurm", "cluster.nodes=2..4", "cluster.device=cpu", "cluster.time_limit=1h")
+    config = compose(overrides, situation).config
+    assert (config.cluster.nodes, config.cluster.min_nodes, config.recovery.min_nodes) == (4, 2, 2)
+    config = compose((*overrides, "recovery.min_nodes=1"), situation).config
+    assert (config.cluster.min_nodes, config.recovery.min_nodes) == (2, 1)
+
+
 def test_the_batch_size_that_was_said_last_counts() -> None:
     tokens = compose(["train.global_batch_tokens=8192"], HERE).config.train
     assert (tokens.global_batch_size, tokens.global_batch_tokens) == (None, 8192)
