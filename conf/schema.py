@@ -127,6 +127,10 @@ class ClusterConfig:
     # Members of a sweep on this machine (`orchestra run -m`) that train at the same time; each gets its
     # share of the cores, and GPUs of its own.
     members_at_once: int = 1
+    # Members of a sweep on Slurm (`orchestra submit -m`) that share a node, each with its share of the cores
+    # and GPUs of its own, or its share of one; whoever is done makes room for the next. `auto`: as many as
+    # fit into the GPUs' memory by the planner's count.
+    members_per_node: int | str = 1
     exclude: list[str] = field(default_factory=list)
     # Any other sbatch option by its long name: {reservation: maintenance}.
     slurm_extra: dict[str, Any] = field(default_factory=dict)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from launchers.slurm.queue import GONE, RUNNING, UNKNOWN, WAITING, JobState, Questions, SubmittedJob
+from launchers.slurm.queue import GONE, PACKED, RUNNING, UNKNOWN, WAITING, JobState, Questions, SubmittedJob
 from orchestra.errors import ConfigError
 from orchestra.report.run_state import (
     RunState,
@@ -42,6 +42,7 @@ _REASONS = {
     "BeginTime": "may not start yet: it is to begin later, or Slurm holds it back after it was requeued",
     "JobHeldUser": _HELD.format("its user", job="{job}"),
     "JobHeldAdmin": "held by an administrator, who can let it go: `scontrol release {job}`",
+    PACKED: "waits for a place on a node that its sweep's members share",
     "JobArrayTaskLimit": "waits for other members of its sweep (the array's throttle)",
     "ReqNodeNotAvail": "a node that it asks for is down, drained or reserved",
     "PartitionDown": "its partition is down",
@@ -317,9 +318,17 @@ def job_logs(run: RunDir, job: SubmittedJob | None) -> list[Path]:
 
     The jobs of a sweep's members write into the sweep's folder.
     """
-    if job is not None and job.task is not None:
-        folder, pattern = RunDir(run.path.parent).job_logs, f"{job.label or '*_' + str(job.task)}_*_log.out"
+    if job is not None and job.is_shared and (files := sorted(run.job_logs.glob("*_log.out"))):
+        # What each start of it wrote, on whatever node.
+        return files
+    if job is not None and (job.task is not None or job.is_shared):
+        folder, pattern = (
+            RunDir(run.path.parent).job_logs,
+            f"{job.label or '*_' + str(job.task or '')}_*_log.out",
+        )
     else:
         folder, pattern = run.job_logs, f"{job.label}_*_log.out" if job and job.label else "*"
     files = sorted(folder.glob(pattern), key=lambda file: (len(file.name), file.name))
-    return files or (sorted(folder.glob("*")) if job is None or job.task is None else [])
+    return files or (
+        sorted(folder.glob("*")) if job is None or (job.task is None and not job.is_shared) else []
+    )

@@ -51,11 +51,11 @@ class SubmitOutcome:
 
     @property
     def num_accepted(self) -> int:
-        return sum(len(array.tasks) for array in self.accepted)
+        return sum(len(array.members) for array in self.accepted)
 
     @property
     def num_refused(self) -> int:
-        return sum(len(array.tasks) for array in self.refused)
+        return sum(len(array.members) for array in self.refused)
 
 
 class RefusedError(ConfigError):
@@ -138,7 +138,7 @@ class SweepLedger:
         """Return what is kept of an array that Slurm may have or not, and what to do."""
         name = self.sweep.name
         return (
-            f"Slurm may have array {array.number} of {name} ({len(array.tasks)} members) or not. "
+            f"Slurm may have array {array.number} of {name} ({len(array.members)} members) or not. "
             f"{self.sweep.path} is kept, with the array's token {array.token}: when Slurm answers, "
             f"`orchestra status {name}` finds what it has, and `orchestra resume {name}` submits the rest"
         )

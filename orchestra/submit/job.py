@@ -21,6 +21,8 @@ NODE_MODULE = "orchestra.agents"
 _SRUN_FAILED_MODULE = "orchestra.agents.srun_failed"
 _SRUN_WATCH_MODULE = "orchestra.agents.srun_watch"
 _SETUP_FAILED_MODULE = "orchestra.agents.setup_failed"
+# Keeps several members of a sweep at work on one node.
+PACK_MODULE = "orchestra.agents.pack"
 _TOKEN_BYTES = 8
 _GPU_OPTIONS = ("gres", "gpus", "gpus_per_task", "gpus_per_socket")
 _MEMORY_OPTIONS = ("mem", "mem_per_cpu", "mem_per_gpu")
@@ -44,6 +46,8 @@ class Share:
     has_whole_nodes: bool = False
     # Whether the cluster could be asked.
     is_asked: bool = True
+    # GPUs that members which share a node have together; None: each has its own.
+    gpus: int | None = None
 
 
 def batch_job(config: Config, run: RunDir, token: str, share: Share | None = None) -> BatchJob:
@@ -60,6 +64,30 @@ def array_job(
     """
     arguments = (str(sweep.path), "--first", str(first))
     return replace(_job(config, sweep, arguments, token, share), array=tasks)
+
+
+def packed_job(config: Config, sweep: SweepDir, share: Share | None = None) -> BatchJob:
+    """Return the array whose tasks each train several members of a sweep on one node, as `config` says; its
+    number, tasks and token are filled in later.
+    """
+    members, ranks = int(config.cluster.members_per_node), int(config.cluster.gpus_per_node)
+    share = share or Share()
+    together = ranks * members if share.gpus is None else share.gpus
+    arguments = (str(sweep.path), "--at-once", str(members), "--array", "0")
+    job = _job(config, sweep, arguments, "", share)
+    threads, on_cpu = config.cluster.threads_per_rank, config.cluster.device is Device.cpu
+    return replace(
+        job,
+        array="0",
+        command=(_python(config), "-u", "-m", PACK_MODULE, *arguments),
+        # A job on one node ends with it, and Slurm queues it again: nobody has to watch over srun.
+        beside_step=(),
+        after_failure=(),
+        survives_nodes=False,
+        gpus_per_node=None if job.gpus_per_node is None else together,
+        # Of what Slurm gives with the GPUs `share` knows.
+        cpus_per_task=ranks * members * (threads or 1) if threads or on_cpu else job.cpus_per_task,
+    )
 
 
 def _job(

@@ -12,6 +12,7 @@ The count errs by 7 % in the mean (benchmarks/RESULTS.md), so `--skip-memory-che
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -144,18 +145,71 @@ def plan_sweep(
     Raises ConfigError where a device's memory does not suffice, LaunchError where Slurm is silent.
     """
     site.require()
+    members = [replace(member, config=_packed(member.config, site)) for member in members]
     submission = planned_members(members, overrides, command, site.share, name=name)
     group = members[0].config.run.group
     for sentence in loose_folders(parent_of_runs(members[0].config), group):
         note(sentence)
     problems = SweepProblems([member.chosen for member in members], [])
-    for index, member in enumerate(members if checks_memory else ()):
+    for index, member in enumerate(submission.members if checks_memory else ()):
         # Where the configuration or Slurm names the device.
-        if problem := memory_problem(site.with_gpu_type(member.config), Situation("submit")):
+        config, on_one = site.with_gpu_type(member.config), members_on_one(member.config, member.share)
+        if problem := memory_problem(config, Situation("submit")) or crowd_problem(config, on_one):
             problems.add(index, [problem])
     if sentences := problems.sentences():
         raise ConfigError(sentences)
     return submission
+
+
+def _packed(config: Config, site: Site) -> Config:
+    """Return a member's configuration with a number in the place of cluster.members_per_node=auto.
+
+    Raises ConfigError where the GPUs' memory is not known.
+    """
+    cluster = config.cluster
+    if cluster.members_per_node != "auto":
+        return config
+    (gpus, cpus), ranks = site.gpus_and_cpus(config), int(cluster.gpus_per_node)
+    prediction = _prediction(site.with_gpu_type(config), OWN)
+    if prediction is None or gpus < ranks:
+        raise ConfigError(
+            "cluster.members_per_node=auto: the memory of the nodes' GPUs is not known; give a number, or "
+            "say what they are with cluster.hardware"
+        )
+    is_shared = ranks == 1 and not has_open_micro_batch(config.train)
+    on_one = max(1, _most_on_one(prediction)) if is_shared else 1
+    members = max(1, min(gpus // ranks * on_one, cpus // ranks))
+    return replace(config, cluster=replace(cluster, members_per_node=members))
+
+
+def _most_on_one(prediction: Prediction) -> int:
+    """Return how many processes fit on one GPU. Each has a CUDA context of its own: what one process leaves
+    unused is taken for each.
+    """
+    memory = prediction.case.device.memory_bytes
+    return int(memory // (prediction.peak.total + (1 - USABLE_SHARE) * memory))
+
+
+def members_on_one(config: Config, share: Share) -> int:
+    """Return how many members share a GPU, at most."""
+    members, ranks = config.cluster.members_per_node, config.cluster.gpus_per_node
+    if share.gpus is None or not isinstance(members, int) or not isinstance(ranks, int):
+        return 1
+    return math.ceil(members * ranks / share.gpus)
+
+
+def crowd_problem(config: Config, on_one: int) -> str | None:
+    """Return why `on_one` members do not fit on one GPU; None where they do, or nobody knows."""
+    given = f"cluster.members_per_node={config.cluster.members_per_node}: {on_one} members share a GPU"
+    if on_one > 1 and has_open_micro_batch(config.train):
+        return f"{given}, and each would fill it with train.micro_batch_size=auto; give a number"
+    prediction = _prediction(config, OWN) if on_one > 1 else None
+    if prediction is None or (most := _most_on_one(prediction)) >= on_one:
+        return None
+    return (
+        f"{given}, {prediction.peak.total / GIB:.1f} GiB each and what CUDA takes; at most {most} fit on the "
+        f"{prediction.case.device.name}; --skip-memory-check submits it all the same"
+    )
 
 
 def planned_members(
