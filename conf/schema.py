@@ -122,6 +122,10 @@ class ClusterConfig:
     # Slurm's own forms, minutes, H:MM:SS or D-HH:MM:SS, or a duration such as 4h or 1d12h.
     time_limit: str | None = None
     constraint: str | None = None
+    # Kinds of nodes that would do, each with what is different on it: [{constraint: h100}, {constraint: a100,
+    # nodes: 2, train.micro_batch_size: 2}] (keys of `cluster` by themselves, others in full). A run is
+    # submitted as a job for each; whichever starts first trains, and the others are withdrawn.
+    alternatives: list[dict[str, Any]] = field(default_factory=list)
     # Jobs of one sweep that run at the same time; null: as many as the site allows.
     array_throttle: int | None = None
     # Members of a sweep on this machine (`orchestra run -m`) that train at the same time; each gets its

@@ -109,6 +109,8 @@ class SubmittedJob:
     is_shared: bool = False
     # It was trained there and has left, whatever the job does now.
     has_left: bool = False
+    # Jobs of the same run, of which one is to train it: whichever starts first.
+    alternatives: tuple[SubmittedJob, ...] = ()
 
     @property
     def label(self) -> str | None:

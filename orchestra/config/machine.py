@@ -214,7 +214,7 @@ _HEX_DIGITS = 16
 # Who the run is and who watches it; nothing here changes a result.
 _IDENTITY = ("run", "wandb")
 # Keys of the cluster that say when a job runs, never what it computes.
-_TIMING = ("array_throttle", "members_at_once", "members_per_node")
+_TIMING = ("array_throttle", "members_at_once", "members_per_node", "alternatives")
 
 
 def signature(config: Config) -> str:

@@ -8,7 +8,7 @@ changes. It asks Slurm once for all runs, and only those that it may know more a
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -216,11 +216,25 @@ def with_scheduler(
         if state.submitted is not None and (state.state in OPEN or state.state.ended_early)
     }
     wanted = [job for index, job in jobs.items() if states[index].state in OPEN]
-    words, problems = (questions or Questions()).states(list(jobs.values()), past=wanted)
+    words, problems = (questions or Questions()).states(_each(jobs.values()), past=_each(wanted))
     both = list(states)
     for index, job in jobs.items():
-        both[index] = _with_word(runs[index], states[index], job, words[job])
+        word = min((words[one] for one in _each([job])), key=_comes_first)
+        both[index] = _with_word(runs[index], states[index], job, word)
+        if job.alternatives and both[index].state is RunPhase.queued:
+            count = len(job.alternatives) + 1
+            cause = f"{both[index].cause or 'waits'}; of its {count} jobs the first to start trains"
+            both[index] = replace(both[index], cause=cause)
     return both, problems
+
+
+def _each(jobs: Iterable[SubmittedJob]) -> list[SubmittedJob]:
+    return [one for job in jobs for one in (*job.alternatives, job)]
+
+
+def _comes_first(word: JobState) -> int:
+    """Order what Slurm says of several jobs that are to train one run."""
+    return next((at for at, states in enumerate((RUNNING, WAITING, (UNKNOWN,))) if word.state in states), 3)
 
 
 def _with_word(run: RunDir, own: RunState, job: SubmittedJob, word: JobState) -> RunState:

@@ -15,10 +15,12 @@ runs/<name>/
 ├── plugins/                 copies of the plug-ins' packages, as they were when it was submitted
 ├── code.attempt-000/        what code/ was up to that attempt, where a resume brought another
 ├── job.sbatch               the batch script, word for word
+├── config.alternative-1.yaml, job.alternative-1.sbatch   of other kinds of nodes (cluster.alternatives)
 ├── checkpoints/             step-00000100/ with manifest.json, unless checkpoint.dir says another place
 ├── control/                 attempt-001.claim: who leads that attempt; attempt-001.stop-….json: who asks it
 │                            to stop; attempt-001.profile-….json: to trace some steps; array-000.place-0.json:
-│                            which job trains a member that shares its node
+│                            which job trains a member that shares its node; alternative.json: which of
+│                            several kinds of nodes started first
 ├── heartbeats/node-000.json how far that node's ranks have come, every ten seconds anew
 ├── rehearsal.json           of a rehearsal's run with faults: what it is compared with
 ├── samples/  profile/  wandb/
@@ -76,9 +78,16 @@ class RunDir:
     code = _Below("code")
     plugins = _Below("plugins")
     batch_script = _Below("job.sbatch")
+    alternative = _Below("control/alternative.json")
 
     def config_of_attempt(self, attempt: int) -> Path:
         return self.path / f"config.attempt-{attempt:03d}.yaml"
+
+    def config_of_alternative(self, number: int) -> Path:
+        return self.path / f"config.alternative-{number}.yaml"
+
+    def script_of_alternative(self, number: int) -> Path:
+        return self.path / f"job.alternative-{number}.sbatch" if number else self.batch_script
 
     def claim(self, attempt: int) -> Path:
         return self.control / f"attempt-{attempt:03d}.claim"

@@ -18,6 +18,7 @@ from orchestra.recovery.history import last_attempt
 from orchestra.report.run_state import RunState, read_state
 from orchestra.report.scheduler import with_scheduler
 from orchestra.run.control import stop_requests
+from orchestra.run.control.chosen_alternative import NONE, choose_alternative
 from orchestra.run.control.member_places import end_place, newest_place, take_place
 from orchestra.run.control.stop_requests import StopRequest, claimed_attempt, user_name
 from orchestra.run.events import EventWriter, is_whole, read_events
@@ -60,6 +61,8 @@ class Cancellation:
     # The job's id as Slurm writes it, and what it is known by.
     job: str | None = None
     token: str | None = None
+    # Those that wait beside it, where the first one that starts is to train the run.
+    other_jobs: tuple[str, ...] = ()
     # Slurm could not be asked whether a job waits; and afterwards: it could not be taken out of the queue.
     is_unreached: bool = False
 
@@ -80,6 +83,9 @@ def _planned(run: RunDir, own: RunState, state: RunState, now: float, at_once: b
     token = None if own.submitted is None else own.submitted.token
     plan = Cancellation(run, state.name, state.state, job=state.job, token=token)
     is_shared = own.submitted is not None and own.submitted.is_shared
+    if own.submitted is not None and own.submitted.alternatives:
+        labels = (job.label for job in (own.submitted, *own.submitted.alternatives))
+        plan = replace(plan, other_jobs=tuple(label for label in labels if label not in (None, state.job)))
     last, claimed = last_attempt(read_events(run, ("attempt_started",))), claimed_attempt(run)
     following = max(-1 if number is None else number for number in (last, claimed)) + 1
     if state.state is RunPhase.queued:
@@ -112,11 +118,13 @@ def carry_out(plans: Sequence[Cancellation], *, at_once: bool = False) -> list[C
 
     Raises OrchestraError when a request cannot be written.
     """
+    plans = [_of_none(plan) if plan.way is Way.queue and plan.other_jobs else plan for plan in plans]
     of_slurm = [plan for plan in plans if plan.way in (Way.queue, Way.kill)]
     is_refused = False
     if of_slurm:
         try:
-            sbatch.cancel([plan.job for plan in of_slurm if plan.job], only_waiting=not at_once)
+            jobs = [job for plan in of_slurm for job in (plan.job, *plan.other_jobs) if job]
+            sbatch.cancel(jobs, only_waiting=not at_once)
         except LauncherError:
             is_refused = True
     runs = [plan.run for plan in of_slurm]
@@ -131,6 +139,12 @@ def carry_out(plans: Sequence[Cancellation], *, at_once: bool = False) -> list[C
         elif plan.way in (Way.place, Way.queue, Way.kill):
             _record(plan)
     return done
+
+
+def _of_none(plan: Cancellation) -> Cancellation:
+    """Let none of a run's jobs train it; where one was faster its attempt is asked instead."""
+    is_none = choose_alternative(plan.run, NONE, str(plan.job))
+    return plan if is_none else replace(plan, way=Way.request, other_jobs=(), state=RunPhase.starting)
 
 
 def _off_the_list(plan: Cancellation) -> Cancellation:

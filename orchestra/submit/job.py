@@ -23,6 +23,7 @@ _SRUN_WATCH_MODULE = "orchestra.agents.srun_watch"
 _SETUP_FAILED_MODULE = "orchestra.agents.setup_failed"
 # Keeps several members of a sweep at work on one node.
 PACK_MODULE = "orchestra.agents.pack"
+_ALTERNATIVES_MODULE = "orchestra.agents.alternatives"
 _TOKEN_BYTES = 8
 _GPU_OPTIONS = ("gres", "gpus", "gpus_per_task", "gpus_per_socket")
 _MEMORY_OPTIONS = ("mem", "mem_per_cpu", "mem_per_gpu")
@@ -50,9 +51,17 @@ class Share:
     gpus: int | None = None
 
 
-def batch_job(config: Config, run: RunDir, token: str, share: Share | None = None) -> BatchJob:
-    """Return the job that trains `run`; `config` says the ranks per node and the device."""
-    return _job(config, run, (str(run.path),), token, share)
+def batch_job(
+    config: Config, run: RunDir, token: str, share: Share | None = None, *, alternative: int | None = None
+) -> BatchJob:
+    """Return the job that trains `run`; `config` says the ranks per node and the device. `alternative`: its
+    number, where the run has several and the first that starts trains.
+    """
+    job = _job(config, run, (str(run.path),), token, share)
+    if alternative is None:
+        return job
+    first = (sys.executable, "-u", "-m", _ALTERNATIVES_MODULE, str(run.path), str(alternative))
+    return replace(job, before_all=first)
 
 
 def array_job(

@@ -21,8 +21,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from conf.schema import Config, Device, LauncherName
-from orchestra.config.compose import compose
+from orchestra.config.compose import compose, merge, typed
+from orchestra.config.keys import shown
 from orchestra.config.machine import Situation, signature
+from orchestra.config.overrides import check_overrides
 from orchestra.config.rules.all_rules import problems_of
 from orchestra.config.sweep import SweepProblems
 from orchestra.errors import ConfigError
@@ -61,6 +63,8 @@ class PlannedMember:
     share: Share
     # The run that another sweep made and this one takes over.
     adopted: str | None = None
+    # What it is on each kind of nodes that would do, `config` and `share` the first; empty: there is one.
+    alternatives: tuple[tuple[Config, Share], ...] = ()
 
     @property
     def record(self) -> SweepMember:
@@ -118,10 +122,40 @@ def plan(
     """Return the submission of one run. Raises ConfigError with every problem found, also what the cluster
     cannot give, LaunchError where Slurm is silent.
     """
-    composed = compose(overrides, Situation("submit", cluster=site))
-    return replace(
-        plan_sweep([composed], overrides, site, command, checks_memory=checks_memory), is_sweep=False
-    )
+    alternatives = _alternatives(overrides)
+    problems: list[str] = []
+    planned: list[PlannedMember] = []
+    for number, words in enumerate(alternatives or [[]]):
+        try:
+            composed = compose([*overrides, *words], Situation("submit", cluster=site))
+            made = _planned_sweep([composed], overrides, site, command, checks_memory=checks_memory)
+            planned += made.members
+        except ConfigError as error:
+            named = f"cluster.alternatives, number {number} ({' '.join(words)}): " if words else ""
+            problems += [f"{named}{problem}" for problem in error.problems]
+    if problems:
+        raise ConfigError(problems)
+    kinds = tuple((member.config, member.share) for member in planned) if alternatives else ()
+    member = replace(planned[0], overrides=tuple(overrides), alternatives=kinds)
+    return Submission((member,), tuple(overrides), tuple(command), is_sweep=False)
+
+
+def _alternatives(overrides: Sequence[str]) -> list[list[str]]:
+    """Return the overrides of each of cluster.alternatives: without them the configuration need not be one.
+
+    Raises ConfigError for what is no list of changes.
+    """
+    config = typed(merge(check_overrides(overrides))[0])
+    kinds = config.cluster.alternatives
+    if len(kinds) == 1 or not all(isinstance(kind, dict) and kind for kind in kinds):
+        raise ConfigError(
+            f"cluster.alternatives={shown(kinds)}: give two kinds of nodes or more, each with what is "
+            f"different on it, as in [{{constraint: h100}}, {{constraint: a100, nodes: 2}}]"
+        )
+    return [
+        [f"{key if '.' in key else f'cluster.{key}'}={shown(value)}" for key, value in kind.items()]
+        for kind in kinds
+    ]
 
 
 def submission_of(request: RunRequest, share: Share) -> Submission:
@@ -144,6 +178,22 @@ def plan_sweep(
 
     Raises ConfigError where a device's memory does not suffice, LaunchError where Slurm is silent.
     """
+    if any(member.config.cluster.alternatives for member in members):
+        raise ConfigError(
+            "cluster.alternatives are for single runs; submit a sweep's members to one kind of nodes"
+        )
+    return _planned_sweep(members, overrides, site, command, name=name, checks_memory=checks_memory)
+
+
+def _planned_sweep(
+    members: Sequence[Composed],
+    overrides: Sequence[str],
+    site: Site,
+    command: Sequence[str],
+    *,
+    name: str | None = None,
+    checks_memory: bool = True,
+) -> Submission:
     site.require()
     members = [replace(member, config=_packed(member.config, site)) for member in members]
     submission = planned_members(members, overrides, command, site.share, name=name)

@@ -437,6 +437,11 @@ def rule_members_per_node(config: Config, _: Situation) -> Iterator[str]:
         yield f"{given}: on CPU nobody counts what fits; give a number"
 
 
+def rule_alternatives(config: Config, _: Situation) -> Iterator[str]:
+    if config.cluster.alternatives and config.cluster.launcher is LauncherName.local:
+        yield "cluster.alternatives are kinds of nodes of a Slurm cluster; leave them out here"
+
+
 def rule_cluster(config: Config, situation: Situation) -> Iterator[str]:
     """Ask the cluster, where the command has one."""
     if config.cluster.launcher is LauncherName.slurm and situation.cluster is not None:

@@ -9,15 +9,11 @@ too. Standard library only.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
-import secrets
 from dataclasses import dataclass
-from pathlib import Path
 
-from orchestra.run.files import Record, names_in, read_json
+from orchestra.run.files import make_once, names_in, read_json
 from orchestra.run.paths import RunDir
 
 # RunDir.place
@@ -61,23 +57,10 @@ def newest_place(run: RunDir, array: int) -> MemberPlace | None:
 def take_place(run: RunDir, array: int, number: int, job: str | None, start: int = 0) -> bool:
     """Take a member as its `number`-th place; return False when somebody else did. Raises OSError."""
     run.control.mkdir(exist_ok=True)
-    return _made_once(run.place(array, number), {"job": job, "start": start})
+    return make_once(run.place(array, number), json.dumps({"job": job, "start": start}) + "\n")
 
 
 def end_place(run: RunDir, array: int, number: int, *, goes_on: bool) -> None:
     """Say that nothing of the member runs in this place any more. Raises OSError."""
-    _made_once(run.place_end(array, number), {"end": _GOES_ON if goes_on else _OVER})
-
-
-def _made_once(file: Path, content: Record) -> bool:
-    """Make a file with all that is in it; return False where it stands already."""
-    draft = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
-    try:
-        draft.write_text(json.dumps(content) + "\n")
-        os.link(draft, file)
-    except FileExistsError:
-        return False
-    finally:
-        with contextlib.suppress(OSError):
-            draft.unlink()
-    return True
+    end = {"end": _GOES_ON if goes_on else _OVER}
+    make_once(run.place_end(array, number), json.dumps(end) + "\n")

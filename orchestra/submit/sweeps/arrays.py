@@ -278,7 +278,13 @@ def arrays_of(submission: Submission, place: RunDir | SweepDir, numbering: Numbe
         return []
     if isinstance(place, RunDir):
         (member,) = submission.members
-        return [job_of_run(member.config, place, member.share, numbering)]
+        if not member.alternatives:
+            return [job_of_run(member.config, place, member.share, numbering)]
+        jobs: list[PlannedArray] = []
+        for number, (config, share) in enumerate(member.alternatives):
+            template = rendered(batch_job(config, place, "", share, alternative=number))
+            jobs += planned_arrays({0: template}, numbering, itertools.count(number))
+        return jobs
     templates = Templates(place)
     wanted = {
         member.index: templates.of(member.config, member.share)

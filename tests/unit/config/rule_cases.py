@@ -326,6 +326,8 @@ rule_stop_exit_code
 rule_members_at_once
     cluster.members_at_once=0 -> cluster.members_at_once=0 | 1 or more
     cluster.launcher=slurm  cluster.members_at_once=2 -> orchestra run -m | cluster.array_throttle=2
+rule_alternatives
+    cluster.alternatives=[{constraint: h100}, {nodes: 2}] -> of a Slurm cluster | leave them out
 rule_members_per_node
     cluster.members_per_node=0 -> cluster.members_per_node=0 | 1 or more, or auto
     cluster.members_per_node=few -> cluster.members_per_node=few | 1 or more, or auto
