@@ -125,11 +125,19 @@ class ClusterConfig:
     # Slurm's own forms, minutes, H:MM:SS or D-HH:MM:SS, or a duration such as 4h or 1d12h.
     time_limit: str | None = None
     constraint: str | None = None
+    # Kinds of nodes that would do, each with what is different on it: [{constraint: h100}, {constraint: a100,
+    # nodes: 2, train.micro_batch_size: 2}] (keys of `cluster` by themselves, others in full). A run is
+    # submitted as a job for each; whichever starts first trains, and the others are withdrawn.
+    alternatives: list[dict[str, Any]] = field(default_factory=list)
     # Jobs of one sweep that run at the same time; null: as many as the site allows.
     array_throttle: int | None = None
     # Members of a sweep on this machine (`orchestra run -m`) that train at the same time; each gets its
     # share of the cores, and GPUs of its own.
     members_at_once: int = 1
+    # Members of a sweep on Slurm (`orchestra submit -m`) that share a node, each with its share of the cores
+    # and GPUs of its own, or its share of one; whoever is done makes room for the next. `auto`: as many as
+    # fit into the GPUs' memory by the planner's count.
+    members_per_node: int | str = 1
     exclude: list[str] = field(default_factory=list)
     # Any other sbatch option by its long name: {reservation: maintenance}.
     slurm_extra: dict[str, Any] = field(default_factory=dict)

@@ -54,6 +54,8 @@ _OWN_OF_SRUN = {
     "pty": "nobody sits at it",
     "time": "the job's limit is the step's",
 }
+# Another job does what this one was submitted for.
+NOT_THIS_JOB = 100
 # How long srun lets other tasks go on after the first has ended.
 _WAIT_S = 180
 # The step outlives a lost node and a failed task; without a limit on how long.
@@ -98,6 +100,8 @@ class BatchJob:
     array: str | None = None
     # The job goes on when nodes of it are lost or tasks fail: what it starts looks after itself.
     survives_nodes: bool = False
+    # What the batch script runs first of all. Where that ends with `NOT_THIS_JOB` the job ends, with code 0.
+    before_all: tuple[str, ...] = ()
     # What the batch script runs beside srun, the shell's process id as its last word.
     beside_step: tuple[str, ...] = ()
     # What the batch script becomes when srun failed, srun's exit code as its last word.
@@ -125,7 +129,7 @@ def rendered(job: BatchJob) -> str:
     directives = [_directive(name, options[name]) for name in sorted(options)]
     exports = [_export(*pair) for pair in job.exports.items()]
     srun = _srun_line(job, options.get("cpus-per-task"))
-    programs = (*job.beside_step, *job.after_failure, *job.setup_failed)
+    programs = (*job.before_all, *job.beside_step, *job.after_failure, *job.setup_failed)
     _refuse_control_characters([*directives, *exports, *job.notes, *programs, srun])
     lines = ["#!/bin/bash", "", "# Parameters", *directives]
     lines += [f"# {note}" for note in job.notes]
@@ -190,7 +194,13 @@ def _refuse_control_characters(lines: Iterable[str]) -> None:
 
 def _setup(job: BatchJob, exports: Sequence[str]) -> list[str]:
     """Return the lines before srun: those of the configuration, then ours, which stay the stronger ones."""
-    lines = [*_watched(job), ""] if job.setup else []
+    lines = []
+    if job.before_all:
+        # Its interpreter needs what is exported only later.
+        exports_now = " ".join(f"{name}={shlex.quote(value)}" for name, value in job.exports.items())
+        leave = f'exit "$(( $? == {NOT_THIS_JOB} ? 0 : $? ))"'
+        lines += [f"{exports_now} {shlex.join(job.before_all)} || {leave}", ""]
+    lines += [*_watched(job), ""] if job.setup else []
     lines += exports
     if job.beside_step:
         lines.append(f'{shlex.join(job.beside_step)} "$$" &')

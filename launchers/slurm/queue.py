@@ -74,6 +74,8 @@ RUNNING = frozenset(
 # Who asks again and again (`logs -f`, waiting) asks no more often.
 PAUSE_S = 10.0
 
+# Its array has jobs that run, and all that they can take at a time.
+PACKED = "PackedPlace"
 # The comment last: it may hold anything.
 _QUEUE_FORMAT = "%i|%T|%u|%r|%N|%S|%j|%k"
 _ACCOUNTING_FORMAT = "JobID,State,User,ExitCode,NodeList,Submit,JobName,Comment"
@@ -103,6 +105,12 @@ class SubmittedJob:
     task: int | None = None
     # Slurm's name of its cluster; None where the submitter did not know it.
     cluster: str | None = None
+    # Others are trained by the same job. Without `task`: any of the array's tasks is to take it.
+    is_shared: bool = False
+    # It was trained there and has left, whatever the job does now.
+    has_left: bool = False
+    # Jobs of the same run, of which one is to train it: whichever starts first.
+    alternatives: tuple[SubmittedJob, ...] = ()
 
     @property
     def label(self) -> str | None:
@@ -173,7 +181,11 @@ class Questions:
         elsewhere = _elsewhere(jobs, frozenset(past), self._queue)
         here = [job for job in jobs if job not in elsewhere]
         queued = {job: state for job in here if (state := self._queue.find(job)) is not None}
-        unclear = [job for job in past if job not in elsewhere and (job not in queued or queued[job].is_over)]
+        unclear = [
+            job
+            for job in past
+            if job not in elsewhere and not job.has_left and (job not in queued or queued[job].is_over)
+        ]
         if is_new:
             self._ended = _past(unclear)
         # What was submitted since the queue was listed is not gone.
@@ -270,13 +282,20 @@ class _Queue:
     def __init__(self, lines: Iterable[_Line]) -> None:
         self._by_token: dict[tuple[str, int | None], _Line] = {}
         self._by_id: dict[tuple[str, int | None], _Line] = {}
+        self._of_token: dict[str, list[_Line]] = {}
         for line in lines:
+            for word in line.comment.split():
+                self._of_token.setdefault(word, []).append(line)
             for task in (None,) if line.tasks is None else line.tasks:
                 for word in line.comment.split():
                     self._by_token.setdefault((word, task), line)
                 self._by_id[line.job, task] = line
 
     def find(self, job: SubmittedJob) -> JobState | None:
+        if job.has_left:
+            return JobState(job.label, "COMPLETED")
+        if job.is_shared and job.task is None:
+            return self._any_task(job)
         line = self._find(job, job.task)
         if line is None and job.task is not None:
             # Tasks that were cancelled before they began are one line, which no longer says which they were.
@@ -287,8 +306,20 @@ class _Queue:
         label = line.job if job.task is None else f"{line.job}_{job.task}"
         return replace(line.state, job=label)
 
+    def _any_task(self, job: SubmittedJob) -> JobState | None:
+        """Return what a member waits for that any task of its array may take."""
+        words = [line.state for line in self._of_token.get(job.token, ()) if job.job in (None, line.job)]
+        waiting = next((word for word in words if word.state in WAITING), None)
+        running = next((word for word in words if word.state in RUNNING), None)
+        if running is not None:
+            return replace(running, job=job.job, state="PENDING", reason=PACKED, start="")
+        word = waiting or next(iter(words), None)
+        return None if word is None else replace(word, job=job.job)
+
     def has_token(self, job: SubmittedJob) -> bool:
         """Whether a line has the job's token, which no other cluster's queue has."""
+        if job.is_shared:
+            return job.token in self._of_token
         return any(self._with_token(job, task) is not None for task in (job.task, None))
 
     def _with_token(self, job: SubmittedJob, task: int | None) -> _Line | None:

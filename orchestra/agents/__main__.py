@@ -33,6 +33,9 @@ _POLL_S = 0.05
 
 def main(argv: list[str]) -> int:
     """Keep this node's agent alive until it ends by itself; return its exit code."""
+    if "--place" in argv:
+        # What keeps several members at work on this node has started it.
+        die_with_parent(os.getppid())
     signals = _SignalRelay()
     os.environ[_MARK] = mark = secrets.token_hex(8)
     # What agents need: the first one is here no later for it, and the next ones at once.
@@ -167,11 +170,11 @@ def _end_leftovers(mark: str, server: OwnServer) -> None:
 
 def _work(argv: list[str], signals: JobSignals, owner: ServerOwner) -> int:
     from launchers import LauncherError
-    from orchestra.agents.agent import attend, code_for_slurm, context_of_task, run_of
+    from orchestra.agents.agent import attend, code_for_slurm, context_of_task
     from orchestra.errors import EXIT_FAILED, OrchestraError
 
     try:
-        context = context_of_task(run_of(argv), signals, owner)
+        context = context_of_task(argv, signals, owner)
         return code_for_slurm(attend(context).code, context.config)
     except OrchestraError as error:
         sys.stderr.write(f"error: {error}\n")

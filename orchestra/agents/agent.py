@@ -33,6 +33,7 @@ from orchestra.agents.leader import Leader
 from orchestra.agents.node_check.after_hang import RingMeasurement
 from orchestra.agents.node_check.own_check import node_check_of
 from orchestra.agents.node_copies import COPIES, open_copies
+from orchestra.agents.pack.packed_job import PackedJob, place_of
 from orchestra.agents.slurm_job import SlurmJob
 from orchestra.agents.wait_for_nodes import NODES_TIMEOUT_S
 from orchestra.data.block_checks import forget_blocks
@@ -240,9 +241,10 @@ class _Agent:
 
 def run_of(words: Sequence[str]) -> RunDir:
     """Return the run that a batch script names to the programs that it starts: `RUN_DIR`, or for an array of
-    a sweep `SWEEP_DIR --first F`, where task t trains the member with index F + t.
+    a sweep `SWEEP_DIR --first F`, where task t trains the member with index F + t; of a member that shares
+    its node `RUN_DIR --place N.P`.
     """
-    if len(words) == 1:
+    if len(words) == 1 or place_of(words) is not None:
         return RunDir(Path(words[0]))
     path, _, first = words
     return SweepDir(Path(path)).member(int(first) + int(os.environ["SLURM_ARRAY_TASK_ID"]))
@@ -268,12 +270,13 @@ def fork_server_of(
     return ForkServer(_WORKER_MODULES, environment, run.logs / "warm.log", owner)
 
 
-def context_of_task(run: RunDir, signals: StopRequests, owner: ServerOwner) -> AgentContext:
-    """Return what the agent of this Slurm task works with; `owner` holds the process that ranks are forked
-    from.
+def context_of_task(words: Sequence[str], signals: StopRequests, owner: ServerOwner) -> AgentContext:
+    """Return what the agent of this Slurm task works with; `words` are what it was started with, and `owner`
+    holds the process that ranks are forked from.
 
     Raises LaunchError and LauncherError outside a job that fits the run.
     """
+    run, place = run_of(words), place_of(words)
     task = job_task(os.environ)
     config = read_config(run.config)
     open_to_group(config.run.group)
@@ -282,7 +285,10 @@ def context_of_task(run: RunDir, signals: StopRequests, owner: ServerOwner) -> A
     if helped is None:
         _require_nodes(run, config, task)
         name, first = group_name(task.job, task.restart), 0
-        scheduler = SlurmJob(run, config, task)
+        scheduler = SlurmJob(run, config, task) if place is None else PackedJob(run, config, task, place)
+        if place is not None:
+            # A job may have a member twice.
+            name = f"{name}.place-{place.number}"
     else:
         name, first = helped.name, helped.first_node
         scheduler = HelperJob(config, task)

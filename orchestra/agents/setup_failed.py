@@ -2,7 +2,8 @@
 set-up lines failed, the NUMBER-th of cluster.setup, with exit code CODE.
 
 The run does not begin in a wrong environment: its records say which line it was, and the job ends with 93.
-For an array of a sweep the arguments are `SWEEP_DIR --first F NUMBER CODE`.
+For an array of a sweep the arguments are `SWEEP_DIR --first F NUMBER CODE`. Where members share a node
+(`SWEEP_DIR --at-once K --array N NUMBER CODE`) it is in nobody's records: other nodes may train them all.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from orchestra.run.config_file import read_config
 def main(argv: list[str]) -> int:
     """Write down that the line failed; return 93."""
     number, code = argv[-2:]
+    if "--at-once" in argv:
+        sys.stderr.write(f"error: line {number} of cluster.setup failed with exit code {code}\n")
+        return EXIT_DO_NOT_RESTART
     try:
         run, task = of_batch_script(argv[:-2])
         cause = failed_line(read_config(run.config).cluster.setup, int(number), code)

@@ -214,12 +214,12 @@ _HEX_DIGITS = 16
 # Who the run is and who watches it; nothing here changes a result.
 _IDENTITY = ("run", "wandb")
 # Keys of the cluster that say when a job runs, never what it computes.
-_TIMING = ("array_throttle", "members_at_once")
+_TIMING = ("array_throttle", "members_at_once", "members_per_node", "alternatives")
 
 
 def signature(config: Config) -> str:
     """Return 16 hexadecimal digits that are equal for configurations equal but for `run`, `wandb` and how
-    many jobs of a sweep run at a time.
+    many members of a sweep train at a time.
     """
     values = {name: value for name, value in dataclasses.asdict(config).items() if name not in _IDENTITY}
     for name in _TIMING:

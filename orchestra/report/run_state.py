@@ -23,15 +23,17 @@ from typing import Any
 
 from checkpointing.lineage import Lineage
 from launchers import processes
-from launchers.slurm.queue import SubmittedJob
+from launchers.slurm.queue import SubmittedJob, job_and_tasks
 from orchestra.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError
 from orchestra.recovery.history import Attempt, newest_attempt
 from orchestra.recovery.incidents import Verdict, first_failure, judge, node_verdict
+from orchestra.run.control.chosen_alternative import chosen_alternative
+from orchestra.run.control.member_places import newest_place
 from orchestra.run.events import event_files, is_number, is_whole, read_events
 from orchestra.run.files import Record, read_last_lines
 from orchestra.run.metrics_file import rows_that_count, train_losses
 from orchestra.run.paths import RunDir, Sweep, SweepDir, SweepMember, read_sweep
-from orchestra.run.record import RunPhase, newest_job, read_record
+from orchestra.run.record import RunPhase, jobs_of, newest_job, read_record
 from orchestra.run.run_lineage import EVENTS as OF_LINEAGE
 from orchestra.run.run_lineage import lineage_of, newest_checkpoint
 
@@ -398,7 +400,13 @@ def job_of_record(run: RunDir, record: Record) -> SubmittedJob | None:
 
     The array's id of a member of a sweep stands in the sweep's record, under the same token.
     """
-    return _job_of_entry(run, newest_job(record))
+    newest = newest_job(record)
+    job = _job_of_entry(run, newest)
+    if newest is None or job is None or "alternative" not in newest or chosen_alternative(run) is not None:
+        return job
+    others = [entry for entry in jobs_of(record)[:-1] if "alternative" in entry]
+    found = (_job_of_entry(run, entry) for entry in others)
+    return dataclasses.replace(job, alternatives=tuple(each for each in found if each is not None))
 
 
 def _job_of_entry(run: RunDir, entry: Any) -> SubmittedJob | None:
@@ -409,13 +417,25 @@ def _job_of_entry(run: RunDir, entry: Any) -> SubmittedJob | None:
     texts = isinstance(token, str) and isinstance(name, str) and isinstance(user, str)
     if not texts or not is_number(submitted) or not isinstance(job, str | None):
         return None
-    if not is_whole(task):
-        task = None
-    elif job is None:
+    array = entry.get("pack")
+    if job is None and (is_whole(task) or is_whole(array)):
         job = array_ids(SweepDir(run.path.parent)).get(str(token))
     cluster = entry.get("cluster")
     cluster = cluster if isinstance(cluster, str) else None
-    return SubmittedJob(str(token), job, str(name), str(user), float(submitted), task, cluster)
+    task = task if is_whole(task) else None
+    found = SubmittedJob(str(token), job, str(name), str(user), float(submitted), task, cluster)
+    return _in_its_place(run, array, found) if is_whole(array) else found
+
+
+def _in_its_place(run: RunDir, array: int, job: SubmittedJob) -> SubmittedJob:
+    """Return the job of a member that shares its node: the one that has taken it, or any of its array."""
+    job = dataclasses.replace(job, is_shared=True)
+    place = newest_place(run, array)
+    if place is None or place.job is None or place.goes_on:
+        return job
+    number, tasks = job_and_tasks(place.job)
+    task = tasks[0] if tasks else None
+    return dataclasses.replace(job, job=number, task=task, has_left=place.end is not None)
 
 
 def array_ids(sweep: SweepDir) -> dict[str, str]:

@@ -8,11 +8,11 @@ changes. It asks Slurm once for all runs, and only those that it may know more a
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from launchers.slurm.queue import GONE, RUNNING, UNKNOWN, WAITING, JobState, Questions, SubmittedJob
+from launchers.slurm.queue import GONE, PACKED, RUNNING, UNKNOWN, WAITING, JobState, Questions, SubmittedJob
 from orchestra.errors import ConfigError
 from orchestra.report.run_state import (
     RunState,
@@ -42,6 +42,7 @@ _REASONS = {
     "BeginTime": "may not start yet: it is to begin later, or Slurm holds it back after it was requeued",
     "JobHeldUser": _HELD.format("its user", job="{job}"),
     "JobHeldAdmin": "held by an administrator, who can let it go: `scontrol release {job}`",
+    PACKED: "waits for a place on a node that its sweep's members share",
     "JobArrayTaskLimit": "waits for other members of its sweep (the array's throttle)",
     "ReqNodeNotAvail": "a node that it asks for is down, drained or reserved",
     "PartitionDown": "its partition is down",
@@ -215,11 +216,25 @@ def with_scheduler(
         if state.submitted is not None and (state.state in OPEN or state.state.ended_early)
     }
     wanted = [job for index, job in jobs.items() if states[index].state in OPEN]
-    words, problems = (questions or Questions()).states(list(jobs.values()), past=wanted)
+    words, problems = (questions or Questions()).states(_each(jobs.values()), past=_each(wanted))
     both = list(states)
     for index, job in jobs.items():
-        both[index] = _with_word(runs[index], states[index], job, words[job])
+        word = min((words[one] for one in _each([job])), key=_comes_first)
+        both[index] = _with_word(runs[index], states[index], job, word)
+        if job.alternatives and both[index].state is RunPhase.queued:
+            count = len(job.alternatives) + 1
+            cause = f"{both[index].cause or 'waits'}; of its {count} jobs the first to start trains"
+            both[index] = replace(both[index], cause=cause)
     return both, problems
+
+
+def _each(jobs: Iterable[SubmittedJob]) -> list[SubmittedJob]:
+    return [one for job in jobs for one in (*job.alternatives, job)]
+
+
+def _comes_first(word: JobState) -> int:
+    """Order what Slurm says of several jobs that are to train one run."""
+    return next((at for at, states in enumerate((RUNNING, WAITING, (UNKNOWN,))) if word.state in states), 3)
 
 
 def _with_word(run: RunDir, own: RunState, job: SubmittedJob, word: JobState) -> RunState:
@@ -317,9 +332,17 @@ def job_logs(run: RunDir, job: SubmittedJob | None) -> list[Path]:
 
     The jobs of a sweep's members write into the sweep's folder.
     """
-    if job is not None and job.task is not None:
-        folder, pattern = RunDir(run.path.parent).job_logs, f"{job.label or '*_' + str(job.task)}_*_log.out"
+    if job is not None and job.is_shared and (files := sorted(run.job_logs.glob("*_log.out"))):
+        # What each start of it wrote, on whatever node.
+        return files
+    if job is not None and (job.task is not None or job.is_shared):
+        folder, pattern = (
+            RunDir(run.path.parent).job_logs,
+            f"{job.label or '*_' + str(job.task or '')}_*_log.out",
+        )
     else:
         folder, pattern = run.job_logs, f"{job.label}_*_log.out" if job and job.label else "*"
     files = sorted(folder.glob(pattern), key=lambda file: (len(file.name), file.name))
-    return files or (sorted(folder.glob("*")) if job is None or job.task is None else [])
+    return files or (
+        sorted(folder.glob("*")) if job is None or (job.task is None and not job.is_shared) else []
+    )

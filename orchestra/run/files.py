@@ -54,6 +54,19 @@ def write_atomically(path: Path, text: str, *, is_synced: bool = True) -> None:
         raise
 
 
+def make_once(path: Path, text: str) -> bool:
+    """Make a file with all that is in it, once: return False where it stands already. Raises OSError."""
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        os.link(draft, path)
+    except FileExistsError:
+        return False
+    finally:
+        draft.unlink(missing_ok=True)
+    return True
+
+
 def names_in(folder: Path) -> list[str]:
     """List a folder. On NFS opening it asks the server, while the absence of a file by its name may be
     remembered for half a minute. Raises OSError where it is there and cannot be read.

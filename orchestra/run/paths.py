@@ -15,9 +15,12 @@ runs/<name>/
 ├── plugins/                 copies of the plug-ins' packages, as they were when it was submitted
 ├── code.attempt-000/        what code/ was up to that attempt, where a resume brought another
 ├── job.sbatch               the batch script, word for word
+├── config.alternative-1.yaml, job.alternative-1.sbatch   of other kinds of nodes (cluster.alternatives)
 ├── checkpoints/             step-00000100/ with manifest.json, unless checkpoint.dir says another place
 ├── control/                 attempt-001.claim: who leads that attempt; attempt-001.stop-….json: who asks it
-│                            to stop; attempt-001.profile-….json: to trace some steps
+│                            to stop; attempt-001.profile-….json: to trace some steps; array-000.place-0.json:
+│                            which job trains a member that shares its node; alternative.json: which of
+│                            several kinds of nodes started first
 ├── heartbeats/node-000.json how far that node's ranks have come, every ten seconds anew
 ├── rehearsal.json           of a rehearsal's run with faults: what it is compared with
 ├── samples/  profile/  wandb/
@@ -75,9 +78,16 @@ class RunDir:
     code = _Below("code")
     plugins = _Below("plugins")
     batch_script = _Below("job.sbatch")
+    alternative = _Below("control/alternative.json")
 
     def config_of_attempt(self, attempt: int) -> Path:
         return self.path / f"config.attempt-{attempt:03d}.yaml"
+
+    def config_of_alternative(self, number: int) -> Path:
+        return self.path / f"config.alternative-{number}.yaml"
+
+    def script_of_alternative(self, number: int) -> Path:
+        return self.path / f"job.alternative-{number}.sbatch" if number else self.batch_script
 
     def claim(self, attempt: int) -> Path:
         return self.control / f"attempt-{attempt:03d}.claim"
@@ -88,6 +98,14 @@ class RunDir:
     def turn(self, number: int, time: int) -> Path:
         """Who submits the run's job of this number, as often as somebody died over it."""
         return self.control / f"job-{number:03d}.turn-{time}.claim"
+
+    def place(self, array: int, number: int) -> Path:
+        """Who trains a member that shares its node, as often as somebody took it out of the array's list."""
+        return self.control / f"array-{array:03d}.place-{number}.json"
+
+    def place_end(self, array: int, number: int) -> Path:
+        """How that ended."""
+        return self.control / f"array-{array:03d}.place-{number}.end"
 
     def stop_request(self, attempt: int, token: str) -> Path:
         return self.control / f"attempt-{attempt:03d}.stop-{token}.json"
@@ -212,11 +230,14 @@ class SweepArray:
     submitted: float
     # The array's job id; None while sbatch's answer is not known.
     id: str | None = None
+    # Indices of the members that share its tasks' nodes (cluster.members_per_node), whichever of them takes
+    # which; empty where each task trains one member.
+    packed: tuple[int, ...] = ()
 
     @property
     def members(self) -> tuple[int, ...]:
         """Indices of the members that its tasks train."""
-        return tuple(self.first + task for task in self.tasks)
+        return self.packed or tuple(self.first + task for task in self.tasks)
 
 
 @dataclass(frozen=True)
@@ -267,7 +288,10 @@ def _parsed(record: dict[str, Any]) -> Sweep:
     members = tuple(
         SweepMember(**{**member, "overrides": tuple(member["overrides"])}) for member in record["members"]
     )
-    arrays = tuple(SweepArray(**{**array, "tasks": tuple(array["tasks"])}) for array in record["arrays"])
+    arrays = tuple(
+        SweepArray(**{**array, "tasks": tuple(array["tasks"]), "packed": tuple(array.get("packed", ()))})
+        for array in record["arrays"]
+    )
     return Sweep(**{**record, "overrides": tuple(record["overrides"]), "members": members, "arrays": arrays})
 
 

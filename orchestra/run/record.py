@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
 
+from orchestra.run.control.chosen_alternative import in_order
 from orchestra.run.files import Record, read_json, write_atomically
 from orchestra.run.paths import RunDir
 
@@ -85,7 +86,7 @@ _ALIVE = frozenset(
 
 def read_record(run: RunDir) -> Record:
     """Return run.json; empty where it is missing or torn."""
-    return read_json(run.record) or {}
+    return in_order(run, read_json(run.record) or {})
 
 
 def jobs_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:

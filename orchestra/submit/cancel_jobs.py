@@ -4,6 +4,7 @@ Slurm's queue. It waits for nothing.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import time
 from collections.abc import Sequence
@@ -17,10 +18,12 @@ from orchestra.recovery.history import last_attempt
 from orchestra.report.run_state import RunState, read_state
 from orchestra.report.scheduler import with_scheduler
 from orchestra.run.control import stop_requests
+from orchestra.run.control.chosen_alternative import NONE, choose_alternative
+from orchestra.run.control.member_places import end_place, newest_place, take_place
 from orchestra.run.control.stop_requests import StopRequest, claimed_attempt, user_name
-from orchestra.run.events import EventWriter, read_events
-from orchestra.run.paths import RunDir
-from orchestra.run.record import RunPhase
+from orchestra.run.events import EventWriter, is_whole, read_events
+from orchestra.run.paths import RunDir, SweepDir, read_sweep
+from orchestra.run.record import RunPhase, newest_job, read_record
 from orchestra.submit.resume_run import pending_attempt
 
 # States of runs that may hear a request: of a silent one on another host nobody knows.
@@ -35,6 +38,8 @@ class Way(enum.Enum):
     nothing = "nothing runs that could be stopped"
     # Its attempt reads the request, or will.
     request = "a request in its control/ folder"
+    # It waits for a place in jobs that others share.
+    place = "it is taken off the list of its sweep's jobs"
     # Its job waits in Slurm's queue.
     queue = "its job is taken out of the queue"
     # --now, and its records say nothing of what its job does.
@@ -56,6 +61,8 @@ class Cancellation:
     # The job's id as Slurm writes it, and what it is known by.
     job: str | None = None
     token: str | None = None
+    # Those that wait beside it, where the first one that starts is to train the run.
+    other_jobs: tuple[str, ...] = ()
     # Slurm could not be asked whether a job waits; and afterwards: it could not be taken out of the queue.
     is_unreached: bool = False
 
@@ -75,17 +82,22 @@ def cancellations(
 def _planned(run: RunDir, own: RunState, state: RunState, now: float, at_once: bool) -> Cancellation:
     token = None if own.submitted is None else own.submitted.token
     plan = Cancellation(run, state.name, state.state, job=state.job, token=token)
+    is_shared = own.submitted is not None and own.submitted.is_shared
+    if own.submitted is not None and own.submitted.alternatives:
+        labels = (job.label for job in (own.submitted, *own.submitted.alternatives))
+        plan = replace(plan, other_jobs=tuple(label for label in labels if label not in (None, state.job)))
     last, claimed = last_attempt(read_events(run, ("attempt_started",))), claimed_attempt(run)
     following = max(-1 if number is None else number for number in (last, claimed)) + 1
     if state.state is RunPhase.queued:
         reachable = state.job is not None and state.job_state != UNKNOWN
-        plan = replace(plan, attempt=following, way=Way.queue if reachable else Way.request)
+        way = Way.place if is_shared else Way.queue if reachable else Way.request
+        plan = replace(plan, attempt=following, way=way)
     elif (pending := pending_attempt(run, last, now)) is not None:
         plan = replace(plan, attempt=pending, way=Way.request, state=RunPhase.being_resumed)
     elif state.state in _MAY_HEAR:
         attempt = following if last is None or own.state is RunPhase.queued else last
         silent = state.state is RunPhase.starting or (own.state, state.state) in _SILENT
-        way = Way.kill if at_once and silent and state.job else Way.request
+        way = Way.kill if at_once and silent and state.job and not is_shared else Way.request
         plan = replace(plan, attempt=attempt, way=way)
     elif own.state is RunPhase.stopped and state.job_state in RUNNING:
         # Its job is about to end or to go on by itself, which it does not do when it finds the request.
@@ -106,24 +118,58 @@ def carry_out(plans: Sequence[Cancellation], *, at_once: bool = False) -> list[C
 
     Raises OrchestraError when a request cannot be written.
     """
+    plans = [_of_none(plan) if plan.way is Way.queue and plan.other_jobs else plan for plan in plans]
     of_slurm = [plan for plan in plans if plan.way in (Way.queue, Way.kill)]
     is_refused = False
     if of_slurm:
         try:
-            sbatch.cancel([plan.job for plan in of_slurm if plan.job], only_waiting=not at_once)
+            jobs = [job for plan in of_slurm for job in (plan.job, *plan.other_jobs) if job]
+            sbatch.cancel(jobs, only_waiting=not at_once)
         except LauncherError:
             is_refused = True
     runs = [plan.run for plan in of_slurm]
     states, _ = with_scheduler(runs, [read_state(run, time.time()) for run in runs])
     pairs = zip(of_slurm, states, strict=True)
     after = {plan: _after(plan, state, is_refused=is_refused) for plan, state in pairs}
-    done = [after.get(plan, plan) for plan in plans]
+    done = [_off_the_list(plan) if plan.way is Way.place else after.get(plan, plan) for plan in plans]
+    _empty_jobs([plan for plan in done if plan.way is Way.place])
     for plan in done:
         if plan.way is Way.request:
             _ask(plan, at_once)
-        elif plan.way in (Way.queue, Way.kill):
+        elif plan.way in (Way.place, Way.queue, Way.kill):
             _record(plan)
     return done
+
+
+def _of_none(plan: Cancellation) -> Cancellation:
+    """Let none of a run's jobs train it; where one was faster its attempt is asked instead."""
+    is_none = choose_alternative(plan.run, NONE, str(plan.job))
+    return plan if is_none else replace(plan, way=Way.request, other_jobs=(), state=RunPhase.starting)
+
+
+def _off_the_list(plan: Cancellation) -> Cancellation:
+    """Take the place of a member that waits for one; where a job was faster its attempt is asked instead."""
+    array = (newest_job(read_record(plan.run)) or {}).get("pack")
+    assert is_whole(array)
+    newest = newest_place(plan.run, array)
+    number = 0 if newest is None else newest.number + 1
+    is_free = newest is None or newest.goes_on
+    if is_free and take_place(plan.run, array, number, job=None):
+        end_place(plan.run, array, number, goes_on=False)
+        return plan
+    return replace(plan, way=Way.request, state=RunPhase.starting)
+
+
+def _empty_jobs(plans: Sequence[Cancellation]) -> None:
+    """Take jobs out of the queue that have no member left; one that begins all the same ends at once."""
+    for path, job in {(plan.run.path.parent, plan.job) for plan in plans if plan.job is not None}:
+        sweep = SweepDir(path)
+        array = next((array for array in read_sweep(sweep).arrays if array.id == job), None)
+        runs = [] if array is None else [sweep.member(index) for index in array.members]
+        places = [newest_place(run, array.number) for run in runs if array is not None]
+        if all(place is not None and place.end is not None and not place.goes_on for place in places):
+            with contextlib.suppress(LauncherError):
+                sbatch.cancel([job])
 
 
 def _after(plan: Cancellation, state: RunState, *, is_refused: bool) -> Cancellation:

@@ -23,6 +23,8 @@ from launchers import LauncherError, SlurmRefused
 from launchers.slurm import sbatch
 from launchers.slurm.commands import is_full
 from orchestra.errors import ConfigError, LaunchError
+from orchestra.run.config_file import write_config
+from orchestra.run.control.chosen_alternative import chosen_alternative
 from orchestra.run.control.stop_requests import claimed_attempt
 from orchestra.run.files import write_atomically
 from orchestra.run.paths import RunDir, Sweep, SweepArray, SweepDir, to_json
@@ -30,7 +32,15 @@ from orchestra.run.permissions import give_to_group, open_to_group
 from orchestra.run.record import jobs_of, read_record, write_record
 from orchestra.submit.claims import array_numbers, release_arrays, write_claim
 from orchestra.submit.job_record import JobEntry, intent, member_intent, number_of_jobs, record_id
-from orchestra.submit.new_run import made_as_one, name_taken, origin, take_plugins, take_snapshot, write_run
+from orchestra.submit.new_run import (
+    frozen_config,
+    made_as_one,
+    name_taken,
+    origin,
+    take_plugins,
+    take_snapshot,
+    write_run,
+)
 from orchestra.submit.submission import PlannedMember, Submission
 from orchestra.submit.sweeps.arrays import PlacedSubmission, PlannedArray, arrays_of
 
@@ -51,11 +61,11 @@ class SubmitOutcome:
 
     @property
     def num_accepted(self) -> int:
-        return sum(len(array.tasks) for array in self.accepted)
+        return sum(len(array.members) for array in self.accepted)
 
     @property
     def num_refused(self) -> int:
-        return sum(len(array.tasks) for array in self.refused)
+        return sum(len(array.members) for array in self.refused)
 
 
 class RefusedError(ConfigError):
@@ -69,19 +79,24 @@ class RefusedError(ConfigError):
 class RunLedger:
     """Writes down what becomes of the job of one run, which begins `attempt`."""
 
-    def __init__(self, run: RunDir, attempt: int = _FIRST_ATTEMPT) -> None:
+    def __init__(self, run: RunDir, attempt: int = _FIRST_ATTEMPT, num_jobs: int = 1) -> None:
+        """`num_jobs`: of which the first that starts trains the run."""
         self.run = run
+        self.num_jobs = num_jobs
         self._attempt = attempt
 
     def script(self, array: SweepArray) -> Path:
         """Return the file that sbatch is given."""
-        del array
-        return self.run.batch_script
+        return self.run.script_of_alternative(array.number)
 
     def accept(self, array: SweepArray) -> None:
         """Write the id of the accepted job into run.json."""
         assert array.id is not None
         record_id(self.run, array.token, array.id, self._attempt)
+        if self.num_jobs > 1 and chosen_alternative(self.run) not in (None, array.number):
+            # Another one has begun before this one was known.
+            with contextlib.suppress(LauncherError):
+                sbatch.cancel([array.id])
 
     def halves(self, planned: PlannedArray) -> list[PlannedArray]:
         """Return nothing: one job cannot be cut."""
@@ -138,7 +153,7 @@ class SweepLedger:
         """Return what is kept of an array that Slurm may have or not, and what to do."""
         name = self.sweep.name
         return (
-            f"Slurm may have array {array.number} of {name} ({len(array.tasks)} members) or not. "
+            f"Slurm may have array {array.number} of {name} ({len(array.members)} members) or not. "
             f"{self.sweep.path} is kept, with the array's token {array.token}: when Slurm answers, "
             f"`orchestra status {name}` finds what it has, and `orchestra resume {name}` submits the rest"
         )
@@ -193,8 +208,8 @@ def make(placed: PlacedSubmission) -> tuple[Ledger, list[PlannedArray]]:
             _write_sweep(submission, SweepDir(draft), place, record, arrays)
             made.append((SweepLedger(place, record), arrays))
         else:
-            _write_run(submission, RunDir(draft), place, facts, arrays[0])
-            made.append((RunLedger(place), arrays))
+            _write_run(submission, RunDir(draft), place, facts, arrays)
+            made.append((RunLedger(place, num_jobs=len(arrays)), arrays))
         give_to_group(draft, group)
 
     path = made_as_one(planned.path, write, may_rename=submission.configured_name is None)
@@ -204,13 +219,19 @@ def make(placed: PlacedSubmission) -> tuple[Ledger, list[PlannedArray]]:
 
 
 def _write_run(
-    submission: Submission, draft: RunDir, run: RunDir, facts: dict[str, Any], planned: PlannedArray
+    submission: Submission, draft: RunDir, run: RunDir, facts: dict[str, Any], jobs: Sequence[PlannedArray]
 ) -> None:
-    entry = intent(run.name, planned.array.token, _FIRST_ATTEMPT)
-    request = submission.members[0].request(submission.command)
-    write_run(request, draft, run, {**facts, "jobs": [entry]})
+    (member,) = submission.members
+    entries = [intent(run.name, planned.array.token, _FIRST_ATTEMPT) for planned in jobs]
+    if member.alternatives:
+        entries = [{**entry, "alternative": number} for number, entry in enumerate(entries)]
+    request = member.request(submission.command)
+    write_run(request, draft, run, {**facts, "jobs": entries})
     _write_folders(draft, [request.config])
-    draft.batch_script.write_text(planned.script())
+    for number, (config, _) in enumerate(member.alternatives):
+        write_config(draft.config_of_alternative(number), frozen_config(replace(request, config=config), run))
+    for planned in jobs:
+        draft.script_of_alternative(planned.array.number).write_text(planned.script())
     # Whoever resumes the run meanwhile finds that it is being submitted.
     write_claim(draft.turn(_FIRST_JOB, 0))
 
@@ -339,7 +360,10 @@ def hand_over(ledger: Ledger, arrays: Sequence[PlannedArray]) -> SubmitOutcome:
 
 def _refusal(ledger: Ledger, outcome: SubmitOutcome, why: str) -> str:
     if not isinstance(ledger, SweepLedger):
-        return f"Slurm refuses the job: {why}"
+        others = ", ".join(str(array.id) for array in outcome.accepted)
+        ends = f"`orchestra cancel {ledger.run.name}`"
+        before = f"; job {others} was submitted before and may train, {ends} ends that" if others else ""
+        return f"Slurm refuses the job: {why}{before}"
     accepted, name = outcome.num_accepted, ledger.sweep.name
     before = f"; {accepted} members were submitted before, see `orchestra status {name}`"
     return f"Slurm refuses the jobs: {why}{before if accepted else ''}"
@@ -358,5 +382,6 @@ def _discard(ledger: Ledger) -> None:
     else:
         members = [member for member in ledger.record.members if member.adopted is None]
         path, runs = ledger.sweep.path, [ledger.record.run(ledger.sweep, member) for member in members]
-    if all(number_of_jobs(run) == 1 and claimed_attempt(run) is None for run in runs):
+    num_jobs = ledger.num_jobs if isinstance(ledger, RunLedger) else 1
+    if all(number_of_jobs(run) == num_jobs and claimed_attempt(run) is None for run in runs):
         shutil.rmtree(path, ignore_errors=True)

@@ -21,6 +21,9 @@ NODE_MODULE = "orchestra.agents"
 _SRUN_FAILED_MODULE = "orchestra.agents.srun_failed"
 _SRUN_WATCH_MODULE = "orchestra.agents.srun_watch"
 _SETUP_FAILED_MODULE = "orchestra.agents.setup_failed"
+# Keeps several members of a sweep at work on one node.
+PACK_MODULE = "orchestra.agents.pack"
+_ALTERNATIVES_MODULE = "orchestra.agents.alternatives"
 _TOKEN_BYTES = 8
 _GPU_OPTIONS = ("gres", "gpus", "gpus_per_task", "gpus_per_socket")
 _MEMORY_OPTIONS = ("mem", "mem_per_cpu", "mem_per_gpu")
@@ -44,11 +47,21 @@ class Share:
     has_whole_nodes: bool = False
     # Whether the cluster could be asked.
     is_asked: bool = True
+    # GPUs that members which share a node have together; None: each has its own.
+    gpus: int | None = None
 
 
-def batch_job(config: Config, run: RunDir, token: str, share: Share | None = None) -> BatchJob:
-    """Return the job that trains `run`; `config` says the ranks per node and the device."""
-    return _job(config, run, (str(run.path),), token, share)
+def batch_job(
+    config: Config, run: RunDir, token: str, share: Share | None = None, *, alternative: int | None = None
+) -> BatchJob:
+    """Return the job that trains `run`; `config` says the ranks per node and the device. `alternative`: its
+    number, where the run has several and the first that starts trains.
+    """
+    job = _job(config, run, (str(run.path),), token, share)
+    if alternative is None:
+        return job
+    first = (sys.executable, "-u", "-m", _ALTERNATIVES_MODULE, str(run.path), str(alternative))
+    return replace(job, before_all=first)
 
 
 def array_job(
@@ -60,6 +73,30 @@ def array_job(
     """
     arguments = (str(sweep.path), "--first", str(first))
     return replace(_job(config, sweep, arguments, token, share), array=tasks)
+
+
+def packed_job(config: Config, sweep: SweepDir, share: Share | None = None) -> BatchJob:
+    """Return the array whose tasks each train several members of a sweep on one node, as `config` says; its
+    number, tasks and token are filled in later.
+    """
+    members, ranks = int(config.cluster.members_per_node), int(config.cluster.gpus_per_node)
+    share = share or Share()
+    together = ranks * members if share.gpus is None else share.gpus
+    arguments = (str(sweep.path), "--at-once", str(members), "--array", "0")
+    job = _job(config, sweep, arguments, "", share)
+    threads, on_cpu = config.cluster.threads_per_rank, config.cluster.device is Device.cpu
+    return replace(
+        job,
+        array="0",
+        command=(_python(config), "-u", "-m", PACK_MODULE, *arguments),
+        # A job on one node ends with it, and Slurm queues it again: nobody has to watch over srun.
+        beside_step=(),
+        after_failure=(),
+        survives_nodes=False,
+        gpus_per_node=None if job.gpus_per_node is None else together,
+        # Of what Slurm gives with the GPUs `share` knows.
+        cpus_per_task=ranks * members * (threads or 1) if threads or on_cpu else job.cpus_per_task,
+    )
 
 
 def _job(
@@ -118,11 +155,8 @@ def _num_nodes(config: Config) -> int | str:
     """Return how many nodes the job is given: a number, or a range as sbatch writes it."""
     cluster = config.cluster
     most = cluster.nodes + cluster.spare_nodes
-    return (
-        most
-        if cluster.min_nodes in (None, cluster.nodes)
-        else f"{cluster.min_nodes + cluster.spare_nodes}-{most}"
-    )
+    fewest = most if cluster.min_nodes is None else cluster.min_nodes + cluster.spare_nodes
+    return most if fewest == most else f"{fewest}-{most}"
 
 
 def _names_any(options: Mapping[str, object], names: tuple[str, ...]) -> bool:

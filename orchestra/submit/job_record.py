@@ -68,9 +68,11 @@ def member_intent(array: SweepArray, index: int, attempt: int) -> JobEntry:
     """Return what the run.json of a sweep's member says of the task that is to train it; the array's id is in
     sweep.json, under the same token.
     """
-    task = index - array.first
+    task = None if array.packed else index - array.first
     own = intent(array.name, array.token, attempt, submitted=array.submitted, task=task)
-    return {**own, "user": array.user}
+    # Which task has it, its places tell.
+    packed = {"pack": array.number} if array.packed else {}
+    return {**own, "user": array.user, **packed}
 
 
 def number_of_jobs(run: RunDir) -> int:

@@ -108,6 +108,14 @@ class Site:
         name = gpu_type(config, self.partitions)
         return config if name is None else replace(config, cluster=replace(config.cluster, hardware=name))
 
+    def gpus_and_cpus(self, config: Config) -> tuple[int, int]:
+        """Return how many of both the nodes with the most GPUs have, the fewest cores of them; 0 and 0 where
+        that is not known.
+        """
+        kinds = [kind for partition in chosen(config, self.partitions or ()) for kind in partition.kinds]
+        most = max((kind.num_gpus for kind in kinds), default=0)
+        return most, min((kind.num_cpus for kind in kinds if kind.num_gpus == most), default=0)
+
     def share(self, config: Config) -> Share:
         """Return what the cluster adds where the configuration leaves it open; tell which nodes a job does
         not get because they failed before.
@@ -128,9 +136,9 @@ class Site:
         """Return what of a node goes with the GPUs that a job takes of it, whichever nodes it gets."""
         if self.partitions is None:
             return Share(is_asked=False)
-        return Share(
-            cpus_of_share(config, self.partitions), has_whole_nodes=has_whole_nodes(config, self.partitions)
-        )
+        config, gpus = _as_one_job(config, self.partitions)
+        cpus = cpus_of_share(config, self.partitions)
+        return Share(cpus, has_whole_nodes=has_whole_nodes(config, self.partitions), gpus=gpus)
 
     def array_size(self) -> int:
         """Ask how many tasks an array may have. Raises ConfigError where the site takes no arrays."""
@@ -229,6 +237,18 @@ def cpus_of_share(config: Config, partitions: Sequence[Partition]) -> int | None
     return max(1, min(kind.num_cpus * ranks // kind.num_gpus for kind in fitting))
 
 
+def _as_one_job(config: Config, partitions: Sequence[Partition]) -> tuple[Config, int | None]:
+    """Return what members that share a node take of it together, as the configuration of one job, and their
+    GPUs (None where each member has a node of its own).
+    """
+    cluster, most = config.cluster, max((each.most_gpus for each in chosen(config, partitions)), default=0)
+    members, ranks = cluster.members_per_node, cluster.gpus_per_node
+    if not isinstance(members, int) or members < 2 or not isinstance(ranks, int) or not most:
+        return config, None
+    gpus = min(members * ranks, most)
+    return replace(config, cluster=replace(cluster, gpus_per_node=gpus)), gpus
+
+
 def has_whole_nodes(config: Config, partitions: Sequence[Partition]) -> bool:
     """Whether a job takes all GPUs of each node that it could get."""
     ranks = config.cluster.gpus_per_node
@@ -280,6 +300,12 @@ def _size_problems(config: Config, allowed: Sequence[Partition]) -> Iterator[str
         yield (
             f"cluster.gpus_per_node={ranks}, but the nodes of partition {named} have {_count(best, 'GPU')} "
             f"each; use at most that"
+        )
+    elif ranks > 1 and isinstance(members := cluster.members_per_node, int) and members * ranks > best > 0:
+        yield (
+            f"cluster.members_per_node={members} members × {ranks} GPUs, but the nodes of partition {named} "
+            f"have {_count(best, 'GPU')} each, and only members of one rank share a GPU; use at most "
+            f"{best // ranks}"
         )
     elif min(cluster.nodes, most) > with_gpus:
         yield (

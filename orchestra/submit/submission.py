@@ -12,6 +12,7 @@ The count errs by 7 % in the mean (benchmarks/RESULTS.md), so `--skip-memory-che
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -20,8 +21,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from conf.schema import Config, Device, LauncherName
-from orchestra.config.compose import compose
+from orchestra.config.compose import compose, merge, typed
+from orchestra.config.keys import shown
 from orchestra.config.machine import Situation, signature
+from orchestra.config.overrides import check_overrides
 from orchestra.config.rules.all_rules import problems_of
 from orchestra.config.sweep import SweepProblems
 from orchestra.errors import ConfigError
@@ -60,6 +63,8 @@ class PlannedMember:
     share: Share
     # The run that another sweep made and this one takes over.
     adopted: str | None = None
+    # What it is on each kind of nodes that would do, `config` and `share` the first; empty: there is one.
+    alternatives: tuple[tuple[Config, Share], ...] = ()
 
     @property
     def record(self) -> SweepMember:
@@ -117,10 +122,40 @@ def plan(
     """Return the submission of one run. Raises ConfigError with every problem found, also what the cluster
     cannot give, LaunchError where Slurm is silent.
     """
-    composed = compose(overrides, Situation("submit", cluster=site))
-    return replace(
-        plan_sweep([composed], overrides, site, command, checks_memory=checks_memory), is_sweep=False
-    )
+    alternatives = _alternatives(overrides)
+    problems: list[str] = []
+    planned: list[PlannedMember] = []
+    for number, words in enumerate(alternatives or [[]]):
+        try:
+            composed = compose([*overrides, *words], Situation("submit", cluster=site))
+            made = _planned_sweep([composed], overrides, site, command, checks_memory=checks_memory)
+            planned += made.members
+        except ConfigError as error:
+            named = f"cluster.alternatives, number {number} ({' '.join(words)}): " if words else ""
+            problems += [f"{named}{problem}" for problem in error.problems]
+    if problems:
+        raise ConfigError(problems)
+    kinds = tuple((member.config, member.share) for member in planned) if alternatives else ()
+    member = replace(planned[0], overrides=tuple(overrides), alternatives=kinds)
+    return Submission((member,), tuple(overrides), tuple(command), is_sweep=False)
+
+
+def _alternatives(overrides: Sequence[str]) -> list[list[str]]:
+    """Return the overrides of each of cluster.alternatives: without them the configuration need not be one.
+
+    Raises ConfigError for what is no list of changes.
+    """
+    config = typed(merge(check_overrides(overrides))[0])
+    kinds = config.cluster.alternatives
+    if len(kinds) == 1 or not all(isinstance(kind, dict) and kind for kind in kinds):
+        raise ConfigError(
+            f"cluster.alternatives={shown(kinds)}: give two kinds of nodes or more, each with what is "
+            f"different on it, as in [{{constraint: h100}}, {{constraint: a100, nodes: 2}}]"
+        )
+    return [
+        [f"{key if '.' in key else f'cluster.{key}'}={shown(value)}" for key, value in kind.items()]
+        for kind in kinds
+    ]
 
 
 def submission_of(request: RunRequest, share: Share) -> Submission:
@@ -143,19 +178,88 @@ def plan_sweep(
 
     Raises ConfigError where a device's memory does not suffice, LaunchError where Slurm is silent.
     """
+    if any(member.config.cluster.alternatives for member in members):
+        raise ConfigError(
+            "cluster.alternatives are for single runs; submit a sweep's members to one kind of nodes"
+        )
+    return _planned_sweep(members, overrides, site, command, name=name, checks_memory=checks_memory)
+
+
+def _planned_sweep(
+    members: Sequence[Composed],
+    overrides: Sequence[str],
+    site: Site,
+    command: Sequence[str],
+    *,
+    name: str | None = None,
+    checks_memory: bool = True,
+) -> Submission:
     site.require()
+    members = [replace(member, config=_packed(member.config, site)) for member in members]
     submission = planned_members(members, overrides, command, site.share, name=name)
     group = members[0].config.run.group
     for sentence in loose_folders(parent_of_runs(members[0].config), group):
         note(sentence)
     problems = SweepProblems([member.chosen for member in members], [])
-    for index, member in enumerate(members if checks_memory else ()):
+    for index, member in enumerate(submission.members if checks_memory else ()):
         # Where the configuration or Slurm names the device.
-        if problem := memory_problem(site.with_gpu_type(member.config), Situation("submit")):
+        config, on_one = site.with_gpu_type(member.config), members_on_one(member.config, member.share)
+        if problem := memory_problem(config, Situation("submit")) or crowd_problem(config, on_one):
             problems.add(index, [problem])
     if sentences := problems.sentences():
         raise ConfigError(sentences)
     return submission
+
+
+def _packed(config: Config, site: Site) -> Config:
+    """Return a member's configuration with a number in the place of cluster.members_per_node=auto.
+
+    Raises ConfigError where the GPUs' memory is not known.
+    """
+    cluster = config.cluster
+    if cluster.members_per_node != "auto":
+        return config
+    (gpus, cpus), ranks = site.gpus_and_cpus(config), int(cluster.gpus_per_node)
+    prediction = _prediction(site.with_gpu_type(config), OWN)
+    if prediction is None or gpus < ranks:
+        raise ConfigError(
+            "cluster.members_per_node=auto: the memory of the nodes' GPUs is not known; give a number, or "
+            "say what they are with cluster.hardware"
+        )
+    is_shared = ranks == 1 and not has_open_micro_batch(config.train)
+    on_one = max(1, _most_on_one(prediction)) if is_shared else 1
+    members = max(1, min(gpus // ranks * on_one, cpus // ranks))
+    return replace(config, cluster=replace(cluster, members_per_node=members))
+
+
+def _most_on_one(prediction: Prediction) -> int:
+    """Return how many processes fit on one GPU. Each has a CUDA context of its own: what one process leaves
+    unused is taken for each.
+    """
+    memory = prediction.case.device.memory_bytes
+    return int(memory // (prediction.peak.total + (1 - USABLE_SHARE) * memory))
+
+
+def members_on_one(config: Config, share: Share) -> int:
+    """Return how many members share a GPU, at most."""
+    members, ranks = config.cluster.members_per_node, config.cluster.gpus_per_node
+    if share.gpus is None or not isinstance(members, int) or not isinstance(ranks, int):
+        return 1
+    return math.ceil(members * ranks / share.gpus)
+
+
+def crowd_problem(config: Config, on_one: int) -> str | None:
+    """Return why `on_one` members do not fit on one GPU; None where they do, or nobody knows."""
+    given = f"cluster.members_per_node={config.cluster.members_per_node}: {on_one} members share a GPU"
+    if on_one > 1 and has_open_micro_batch(config.train):
+        return f"{given}, and each would fill it with train.micro_batch_size=auto; give a number"
+    prediction = _prediction(config, OWN) if on_one > 1 else None
+    if prediction is None or (most := _most_on_one(prediction)) >= on_one:
+        return None
+    return (
+        f"{given}, {prediction.peak.total / GIB:.1f} GiB each and what CUDA takes; at most {most} fit on the "
+        f"{prediction.case.device.name}; --skip-memory-check submits it all the same"
+    )
 
 
 def planned_members(

@@ -91,7 +91,7 @@ def _record(plan: Cancellation, arguments: Namespace) -> Record:
         "attempt": plan.attempt,
         "asked": plan.way is Way.request and plan.earlier is None and is_done,
         "now": arguments.now,
-        "job_cancelled": plan.way in (Way.queue, Way.kill) and is_done,
+        "job_cancelled": plan.way in (Way.place, Way.queue, Way.kill) and is_done,
         "reached": not plan.is_unreached,
     }
 
@@ -109,6 +109,12 @@ def _words(plan: Cancellation, arguments: Namespace) -> tuple[str, str]:
             "still wait in the queue; type this again when Slurm answers"
         )
         return "asked, though Slurm could not be reached: their jobs may still wait in the queue", sentence
+    if plan.way is Way.place:
+        goes_on = f"`{invocation('resume', plan.run)}` submits it again"
+        return (
+            f"{would}taken off the list",
+            f"{would or 'was '}taken off the list of job {plan.job}; {goes_on}",
+        )
     if plan.way in (Way.queue, Way.kill):
         what = "taken out of the queue" if plan.way is Way.queue else "ended by Slurm"
         goes_on = f"`{invocation('resume', plan.run)}` submits it again"

@@ -101,16 +101,19 @@ def _planned(arguments: Namespace, *, is_dry: bool) -> tuple[PlacedSubmission, E
     overrides = with_cluster(arguments.overrides)
     submission = plan(overrides, site, sys.argv, checks_memory=not arguments.skip_memory_check)
     placed = placed_run(submission, time.time())
-    return placed, site.tested(placed.arrays()[0].script())
+    estimates = [site.tested(job.script()) for job in placed.arrays()]
+    # Of several jobs the first that starts trains.
+    known = [estimate for estimate in estimates if estimate is not None]
+    return placed, min(known, key=lambda estimate: estimate.start, default=None)
 
 
 def _print_plan(placed: PlacedSubmission, estimate: Estimate | None, *, as_json: bool) -> None:
     from orchestra.run.config_file import plain_values
     from orchestra.submit.new_run import frozen_config
 
-    (job,), run = placed.arrays(), placed.place
+    scripts, run = [job.script() for job in placed.arrays()], placed.place
     if not as_json:
-        print_job_script(job.script(), estimate)
+        print_job_script("\n".join(scripts), estimate)
         return
     (member,) = placed.submission.members
     assert isinstance(run, RunDir)
@@ -118,7 +121,8 @@ def _print_plan(placed: PlacedSubmission, estimate: Estimate | None, *, as_json:
         "name": run.name,
         "path": str(run.path),
         "signature": member.signature,
-        "script": job.script(),
+        "script": scripts[0],
+        **({"scripts": scripts} if len(scripts) > 1 else {}),
         "estimated_start": None if estimate is None else estimate.start,
         "config": plain_values(frozen_config(member.request(()), run)),
     }
@@ -139,17 +143,20 @@ def _submit(placed: PlacedSubmission, estimate: Estimate | None, arguments: Name
 
     ledger, outcome = submit(placed)
     assert isinstance(ledger, RunLedger)
-    config = placed.submission.members[0].config
-    run, job = ledger.run, str(outcome.accepted[0].id)
+    (member,) = placed.submission.members
+    config, run, jobs = member.config, ledger.run, [str(accepted.id) for accepted in outcome.accepted]
     remember(run.path.parent)
     if arguments.json:
         start = None if estimate is None else estimate.start
-        facts = {"name": run.name, "path": str(run.path), "job": job, "estimated_start": start}
+        several = {"jobs": jobs} if len(jobs) > 1 else {}
+        facts = {"name": run.name, "path": str(run.path), "job": jobs[0], **several, "estimated_start": start}
         # With --wait standard output is the results'.
         print(json.dumps(facts), file=sys.stderr if arguments.wait else sys.stdout)
     else:
         print(f"run     {run.name}")
-        print("\n".join(job_lines(run, job, config.cluster, estimate)))
+        others = zip(jobs[1:], member.alternatives[1:], strict=True)
+        more = [_job_line(job, kind.cluster) for job, (kind, _) in others]
+        print("\n".join(job_lines(run, jobs[0], config.cluster, estimate, *more)))
     if not arguments.wait:
         return EXIT_DONE
     from orchestra.cli.run.sweep_text import wait
@@ -161,10 +168,15 @@ def job_lines(
     run: RunDir, job: str, cluster: ClusterConfig, estimate: Estimate | None, *more: str
 ) -> list[str]:
     """Return which job was submitted for a run, `more` about it, when it may start and what to type next."""
-    nodes = figures.number_of(cluster.nodes, "node")
     return [
-        f"job     {job}: {nodes} × {cluster.gpus_per_node} {cluster.device.value} ranks",
+        _job_line(job, cluster),
         *more,
         *([] if estimate is None else [f"starts  {estimate.start}, as Slurm expects"]),
         f"next    `{describe.invocation('status', run)}`, `{describe.invocation('logs', run)} -f`",
     ]
+
+
+def _job_line(job: str, cluster: ClusterConfig) -> str:
+    nodes = figures.number_of(cluster.nodes, "node")
+    kind = f" ({cluster.constraint})" if cluster.alternatives and cluster.constraint else ""
+    return f"job     {job}: {nodes} × {cluster.gpus_per_node} {cluster.device.value} ranks{kind}"

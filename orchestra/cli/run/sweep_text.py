@@ -202,7 +202,9 @@ def _lines(
     is_same = "" if action.is_new else ", submitted before"
     yield f"sweep   {ledger.sweep.name}: {number_of(total, 'member')}{is_same}"
     for array, nodes in zip(outcome.accepted, _nodes(action, outcome), strict=True):
-        yield f"array   {array.id}: {number_of(len(array.tasks), 'job')} of {number_of(nodes or 1, 'node')}"
+        shared = f", which {number_of(len(array.packed), 'member')} share" if array.packed else ""
+        jobs = f"{number_of(len(array.tasks), 'job')} of {number_of(nodes or 1, 'node')}"
+        yield f"array   {array.id}: {jobs}{shared}"
     if action.kept and action.is_new:
         num_members = sum(member.adopted is not None for member in ledger.record.members)
         sweeps = sorted({kept.run.path.parent.name for kept in action.kept})

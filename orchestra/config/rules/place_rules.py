@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from conf.schema import Config, Device, LauncherName, Offload, PrecisionName, Source, StateDType
+from conf.schema import Config, Device, LauncherName, Offload, PrecisionName, Requeue, Source, StateDType
 from launchers.slurm.batch_script import option_problems, srun_option_problems
 from orchestra.config.keys import shown
 from orchestra.config.machine import Situation, world_size
@@ -409,6 +409,37 @@ def rule_members_at_once(config: Config, situation: Situation) -> Iterator[str]:
                 f"cluster.members_at_once={number} members × {each} GPU(s) of their own, but {visible} "
                 f"GPU(s) are visible on this machine; use fewer, or a smaller cluster.gpus_per_node"
             )
+
+
+def rule_members_per_node(config: Config, _: Situation) -> Iterator[str]:
+    cluster, members = config.cluster, config.cluster.members_per_node
+    if (isinstance(members, str) and members != "auto") or (isinstance(members, int) and members < 1):
+        yield f"cluster.members_per_node={members} is no number of members; use 1 or more, or auto"
+        return
+    if members == 1:
+        return
+    given = f"cluster.members_per_node={members}"
+    if cluster.launcher is LauncherName.local:
+        yield f"{given} is for sweeps on Slurm (`orchestra submit -m`); here it is cluster.members_at_once"
+    if cluster.nodes > 1 or cluster.spare_nodes:
+        what = "cluster.spare_nodes" if cluster.nodes == 1 else "cluster.nodes"
+        number = cluster.spare_nodes or cluster.nodes
+        yield (
+            f"{given}: members that share a node have one each, and {what}={number}; use one node, or "
+            f"cluster.members_per_node=1"
+        )
+    if cluster.requeue is Requeue.chain:
+        yield (
+            f"{given}: jobs that several members share are queued again by Slurm itself, not chained; use "
+            f"cluster.requeue=requeue, or never"
+        )
+    if members == "auto" and cluster.device is Device.cpu:
+        yield f"{given}: on CPU nobody counts what fits; give a number"
+
+
+def rule_alternatives(config: Config, _: Situation) -> Iterator[str]:
+    if config.cluster.alternatives and config.cluster.launcher is LauncherName.local:
+        yield "cluster.alternatives are kinds of nodes of a Slurm cluster; leave them out here"
 
 
 def rule_cluster(config: Config, situation: Situation) -> Iterator[str]:

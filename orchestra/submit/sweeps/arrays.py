@@ -21,7 +21,7 @@ from conf.schema import Config
 from launchers.slurm.batch_script import rendered
 from orchestra.run.control.stop_requests import user_name
 from orchestra.run.paths import RunDir, SweepArray, SweepDir
-from orchestra.submit.job import NODE_MODULE, Share, array_job, batch_job, new_token
+from orchestra.submit.job import NODE_MODULE, PACK_MODULE, Share, array_job, batch_job, new_token, packed_job
 from orchestra.submit.new_run import planned_run
 from orchestra.submit.submission import Submission
 
@@ -30,6 +30,8 @@ _COMMENT = re.compile(r"^#SBATCH --comment=.*$", re.MULTILINE)
 _NODES = re.compile(r"^#SBATCH --nodes=(\d+)$", re.MULTILINE)
 # On the line of srun, and on that of what is done where it failed.
 _FIRST = re.compile(rf"({re.escape(NODE_MODULE)}(?:\.\w+)? .*--first )\d+(?= |$)", re.MULTILINE)
+_ARRAY = re.compile(rf"({re.escape(NODE_MODULE)}\.\w+ .*--array )\d+(?= |$)", re.MULTILINE)
+_AT_ONCE = re.compile(rf"{re.escape(PACK_MODULE)} .*--at-once (\d+) ")
 
 
 class Templates:
@@ -41,7 +43,12 @@ class Templates:
 
     def of(self, config: Config, share: Share) -> str:
         """Return the template of the member with this configuration."""
-        job = array_job(config, self._sweep, "", 0, "0", share)
+        is_packed = int(config.cluster.members_per_node) > 1
+        job = (
+            packed_job(config, self._sweep, share)
+            if is_packed
+            else array_job(config, self._sweep, "", 0, "0", share)
+        )
         key = repr(job)
         if key not in self._rendered:
             self._rendered[key] = template_of(rendered(job))
@@ -50,7 +57,7 @@ class Templates:
 
 def template_of(script: str) -> str:
     """Return an array's script without its tasks, its token and its first member."""
-    return _filled(script, "0", "", 0)
+    return _filled(script, SweepArray(0, "", 0, (0,), "", "", 0.0), "0")
 
 
 def with_code(template: str, sweep: SweepDir, code: Path) -> str:
@@ -59,10 +66,16 @@ def with_code(template: str, sweep: SweepDir, code: Path) -> str:
     return re.sub(rf"{folder}/code(\.array-\d+)?(?![\w.-])", lambda _: str(code), template)
 
 
-def _filled(script: str, tasks: str, token: str, first: int) -> str:
+def _filled(script: str, array: SweepArray, tasks: str) -> str:
     script = _TASKS.sub(f"#SBATCH --array={tasks}", script, count=1)
-    script = _COMMENT.sub(f"#SBATCH --comment={token}", script, count=1)
-    return _FIRST.sub(rf"\g<1>{first}", script)
+    script = _COMMENT.sub(f"#SBATCH --comment={array.token}", script, count=1)
+    return _ARRAY.sub(rf"\g<1>{array.number}", _FIRST.sub(rf"\g<1>{array.first}", script))
+
+
+def members_at_once(script: str) -> int | None:
+    """Return how many members share the node of each of a script's jobs; None where each has its own."""
+    match = _AT_ONCE.search(script)
+    return None if match is None else int(match[1])
 
 
 @dataclass(frozen=True)
@@ -82,13 +95,16 @@ class PlannedArray:
         """Return its batch script, word for word."""
         limit = "" if self.throttle is None else f"%{self.throttle}"
         tasks = f"{task_ranges(self.array.tasks)}{limit}"
-        return _filled(self.template, tasks, self.array.token, self.array.first)
+        return _filled(self.template, self.array, tasks)
 
     def split(self, num_tasks: int, number: int) -> tuple[PlannedArray, PlannedArray]:
         """Return the array with its first tasks alone, and a new one of this number with the others."""
-        tasks = self.array.tasks
-        head = replace(self.array, tasks=tasks[:num_tasks])
-        rest = replace(self.array, number=number, token=new_token(), tasks=tasks[num_tasks:])
+        tasks, packed = self.array.tasks, self.array.packed
+        cut = len(packed) * num_tasks // len(tasks)
+        head = replace(self.array, tasks=tasks[:num_tasks], packed=packed[:cut])
+        rest = replace(
+            self.array, number=number, token=new_token(), tasks=tasks[num_tasks:], packed=packed[cut:]
+        )
         return replace(self, array=head), replace(self, array=rest)
 
 
@@ -118,11 +134,7 @@ def planned_arrays(
     groups: dict[str, list[int]] = {}
     for index in sorted(templates):
         groups.setdefault(templates[index], []).append(index)
-    parts = [
-        (template, part)
-        for template, members in groups.items()
-        for part in _parts(members, numbering.array_size)
-    ]
+    parts = [part for template, members in groups.items() for part in _parts(template, members, numbering)]
     shared: list[_Share] = [_Share(None, None)] * len(parts)
     after: tuple[str, ...] = ()
     if numbering.throttle is not None:
@@ -130,24 +142,25 @@ def planned_arrays(
         if free < 1:
             # Those that live have all that may run: of an array's tasks (12_3) the whole array is waited for.
             after = tuple(dict.fromkeys(job.partition("_")[0] for job in numbering.living))
-        shared = _lanes([len(members) for _, members in parts], free if free >= 1 else numbering.throttle)
+        shared = _lanes([len(part.tasks) for part in parts], free if free >= 1 else numbering.throttle)
     return [
         PlannedArray(
             SweepArray(
                 number=next(numbers),
                 token=new_token(),
-                first=members[0],
-                tasks=tuple(index - members[0] for index in members),
+                first=part.members[0],
+                tasks=part.tasks,
                 name=numbering.name,
                 user=numbering.user,
                 submitted=numbering.now,
+                packed=part.members if part.is_packed else (),
             ),
-            template,
+            part.template,
             share.throttle,
             share.lane,
             after,
         )
-        for (template, members), share in zip(parts, shared, strict=True)
+        for part, share in zip(parts, shared, strict=True)
     ]
 
 
@@ -191,18 +204,35 @@ def _in_lanes(sizes: Sequence[int], throttle: int, count: int) -> tuple[int, lis
     return max(map(rounds, range(count))), shares
 
 
-def _parts(members: Sequence[int], array_size: int) -> Iterator[list[int]]:
-    """Cut members into pieces whose task numbers, counted from a piece's first member, stay below the
-    size.
+@dataclass(frozen=True)
+class _ArrayPart:
+    """Members that go into one array."""
+
+    template: str
+    members: tuple[int, ...]
+    tasks: tuple[int, ...]
+    is_packed: bool = False
+
+
+def _parts(template: str, members: Sequence[int], numbering: Numbering) -> Iterator[_ArrayPart]:
+    """Cut members into pieces whose task numbers, counted from a piece's first member, stay below the site's
+    size. Of members that share nodes, as many tasks as they fill, and no more than may run at a time: each
+    goes on with the next ones.
     """
+    if (at_once := members_at_once(template)) is not None:
+        size = at_once * numbering.array_size
+        for begin in range(0, len(members), size):
+            some = tuple(members[begin : begin + size])
+            num_tasks = min(math.ceil(len(some) / at_once), numbering.throttle or numbering.array_size)
+            yield _ArrayPart(template, some, tuple(range(num_tasks)), is_packed=True)
+        return
     part: list[int] = []
-    for index in members:
-        if part and index - part[0] >= array_size:
-            yield part
+    for index in [*members, None]:
+        if part and (index is None or index - part[0] >= numbering.array_size):
+            yield _ArrayPart(template, tuple(part), tuple(one - part[0] for one in part))
             part = []
-        part.append(index)
-    if part:
-        yield part
+        if index is not None:
+            part.append(index)
 
 
 def task_ranges(tasks: Sequence[int]) -> str:
@@ -248,7 +278,13 @@ def arrays_of(submission: Submission, place: RunDir | SweepDir, numbering: Numbe
         return []
     if isinstance(place, RunDir):
         (member,) = submission.members
-        return [job_of_run(member.config, place, member.share, numbering)]
+        if not member.alternatives:
+            return [job_of_run(member.config, place, member.share, numbering)]
+        jobs: list[PlannedArray] = []
+        for number, (config, share) in enumerate(member.alternatives):
+            template = rendered(batch_job(config, place, "", share, alternative=number))
+            jobs += planned_arrays({0: template}, numbering, itertools.count(number))
+        return jobs
     templates = Templates(place)
     wanted = {
         member.index: templates.of(member.config, member.share)

@@ -138,7 +138,9 @@ def resume_action(
     changes = MemberChanges(tuple(overrides), situation, composed or {}, accepts_jump)
     members = resumed_members(needing, changes)
     kept = [member for member in all_members if member not in needing]
-    living = tuple(member.state.job for member in kept if member.is_own_and_alive and member.state.job)
+    # Members that share a node have one job.
+    jobs = (member.state.job for member in kept if member.is_own_and_alive)
+    living = tuple(dict.fromkeys(job for job in jobs if job))
     if site is None:
         return SweepAction(sweep, [], kept, resume=SweepResume(sweep, record, members, is_here=True))
     resume = SweepResume(sweep, record, members, site.share, site.array_size(), living)

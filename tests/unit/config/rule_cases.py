@@ -228,7 +228,7 @@ rule_min_nodes
 rule_range_of_nodes
     cluster.min_nodes=2 -> cluster.min_nodes=2 | cluster.nodes=1
     cluster.nodes=2  cluster.min_nodes=1 -> recovery.min_nodes=null | use recovery.min_nodes=1
-    cluster.nodes=4  cluster.min_nodes=1  recovery.min_nodes=2 -> recovery.min_nodes=2 | use recovery.min_nodes=1
+    cluster.nodes=4  cluster.min_nodes=1  recovery.min_nodes=2 -> use recovery.min_nodes=1
 rule_spare_nodes
     cluster.spare_nodes=1 -> cluster.spare_nodes=1 | launcher=local
 rule_agent_timeout
@@ -330,6 +330,17 @@ rule_stop_exit_code
 rule_members_at_once
     cluster.members_at_once=0 -> cluster.members_at_once=0 | 1 or more
     cluster.launcher=slurm  cluster.members_at_once=2 -> orchestra run -m | cluster.array_throttle=2
+rule_alternatives
+    cluster.alternatives=[{constraint: h100}, {nodes: 2}] -> of a Slurm cluster | leave them out
+rule_members_per_node
+    cluster.members_per_node=0 -> cluster.members_per_node=0 | 1 or more, or auto
+    cluster.members_per_node=few -> cluster.members_per_node=few | 1 or more, or auto
+    cluster.members_per_node=2 -> orchestra submit -m | cluster.members_at_once
+    cluster.launcher=slurm  cluster.members_per_node=2  cluster.nodes=2
+        -> cluster.nodes=2 | use one node, or cluster.members_per_node=1
+    cluster.launcher=slurm  cluster.members_per_node=2  cluster.requeue=chain
+        -> queued again by Slurm itself | cluster.requeue=requeue
+    cluster.launcher=slurm  cluster.members_per_node=auto  cluster.device=cpu -> on CPU | give a number
 """
 
 

@@ -116,7 +116,7 @@ OF_OTHER_RULES = {
     *(f"parallelism.{axis}" for axis in ("dp", "zero", "tp", "pp", "cp", "ep")),
     *("optim.betas", "optim.wsd_decay_fraction", "train.profile.steps", "train.profile.ranks"),
     *("train.global_batch_size", "train.micro_batch_size", "cluster.gpus_per_node", "cluster.array_throttle"),
-    *("cluster.members_at_once", "cluster.stop_exit_code"),
+    *("cluster.members_at_once", "cluster.members_per_node", "cluster.stop_exit_code"),
     "recovery.straggler_factor",
     # Counted, whatever is given.
     "model.block_parameters",

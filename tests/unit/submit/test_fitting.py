@@ -10,12 +10,14 @@ import pytest
 from support.command_line import CommandLine
 
 from conf.schema import Config
+from launchers.slurm.cluster import NodeKind, Partition
 from orchestra.config.compose import compose
 from orchestra.config.machine import Situation
 from orchestra.errors import ConfigError
 from orchestra.plan.assemble import case_of
 from orchestra.plan.predict import predict
-from orchestra.submit.submission import advice, memory_problem, with_cluster
+from orchestra.submit.site import Site
+from orchestra.submit.submission import Submission, advice, memory_problem, plan_sweep, with_cluster
 
 SITUATION = Situation("submit")
 NODE = ("cluster.device=cuda", "cluster.gpus_per_node=8", "cluster.hardware=h100", "data=stdlib")
@@ -111,3 +113,24 @@ def test_submit_refuses_it_unless_told_otherwise(
     words = ["submit", *more, *NODE, *TOO_LARGE, "--dry-run"]
     assert "it would fit with parallelism.zero=2" in orchestra(*words, code=2).err
     orchestra(*words, "--skip-memory-check")
+
+
+def test_as_many_members_share_a_node_as_fit_and_no_more_are_submitted() -> None:
+    node = Partition("main", True, True, "infinite", (NodeKind(4, 96, 8, "idle", frozenset({"h100"})),))
+    site = Site((node,), is_dry=True)
+
+    def planned(*overrides: str) -> Submission:
+        words = ["cluster.gpus_per_node=1", "cluster.hardware=h100", *overrides]
+        member = compose(with_cluster(["cluster.device=cuda", *words]), Situation("submit", cluster=site))
+        return plan_sweep([member], words, site, ())
+
+    def members(*overrides: str) -> int | str:
+        return planned("cluster.members_per_node=auto", *overrides).members[0].config.cluster.members_per_node
+
+    most = int(members("model=debug"))
+    assert most in range(16, 96, 8)
+    assert planned("model=debug", f"cluster.members_per_node={most}").members
+    with pytest.raises(ConfigError, match=rf"share a GPU, .* at most {most // 8} fit on the"):
+        planned("model=debug", f"cluster.members_per_node={most + 8}")
+    assert members("model=debug", "cluster.gpus_per_node=3") == 2
+    assert members("model=debug", "train.micro_batch_size=auto", "train.global_batch_size=8") == 8

@@ -22,6 +22,7 @@ from orchestra.submit.site import (
     has_whole_nodes,
     site_problems,
 )
+from orchestra.submit.submission import members_on_one
 
 GPU_NODES = NodeKind(num_nodes=3, num_cpus=64, num_gpus=4, state="idle")
 BIG_NODE = NodeKind(num_nodes=1, num_cpus=96, num_gpus=8, state="mixed")
@@ -52,6 +53,9 @@ def asked(**cluster: Any) -> Config:
         ({"nodes": 5}, "partition main has 4 nodes; use at most that"),
         ({"nodes": 2, "gpus_per_node": 8}, "only 1 node of partition main have as many GPUs"),
         ({"gpus_per_node": 9}, "have 8 GPUs each"),
+        ({"gpus_per_node": 4, "members_per_node": 2}, None),
+        ({"gpus_per_node": 4, "members_per_node": 3}, "3 members × 4 GPUs, but the nodes of partition main"),
+        ({"gpus_per_node": 1, "members_per_node": 16}, None),
         ({"partition": "cpu"}, "no node of partition cpu has GPUs; use cluster.device=cpu"),
         ({"time_limit": "2-00:00:00"}, "is above the limit of main 1-00:00:00"),
         ({"time_limit": "UNLIMITED", "partition": "cpu", "device": Device.cpu}, None),
@@ -101,6 +105,14 @@ def test_whole_nodes_are_those_of_which_no_gpu_is_left() -> None:
     assert has_whole_nodes(asked(gpus_per_node=4), (dataclasses.replace(MAIN, kinds=(GPU_NODES,)),))
     assert not has_whole_nodes(asked(gpus_per_node=2), SITE)
     assert not has_whole_nodes(asked(partition="cpu"), SITE)
+
+
+def test_members_that_share_a_node_have_its_gpus_and_cores_together() -> None:
+    wishes = [asked(gpus_per_node=1, members_per_node=each) for each in (1, 2, 8, 20)]
+    shares = [Site(SITE).share_of_nodes(wish) for wish in wishes]
+    assert [(share.gpus, share.cpus) for share in shares] == [(None, 12), (2, 24), (8, 96), (8, 96)]
+    assert [share.has_whole_nodes for share in shares] == [False, False, True, True]
+    assert [members_on_one(*pair) for pair in zip(wishes, shares, strict=True)] == [1, 1, 1, 3]
 
 
 def test_folders_in_memory_are_not_shared() -> None:

@@ -21,7 +21,7 @@ from conf.schema import ClusterConfig, Config, Device, LauncherName, OptimConfig
 from orchestra.config.machine import signature
 from orchestra.errors import ConfigError
 from orchestra.run.config_file import read_config
-from orchestra.run.paths import Sweep, SweepDir, read_sweep
+from orchestra.run.paths import Sweep, SweepDir, read_sweep, to_json
 from orchestra.submit.claims import exclusively, refuse_busy_sweep, take_array
 from orchestra.submit.hand_over import SweepLedger, make, submit
 from orchestra.submit.job import Share
@@ -144,6 +144,28 @@ echo "sbatch: error: QOSMaxSubmitJobPerUserLimit" >&2; exit 1"""
     # The refused one, and its halves.
     assert after == ["", "", "10", "10", "13"]
     assert [array.id for array in outcome.accepted] == ["10", "11", "13", "14"]
+
+
+def test_members_that_share_nodes_have_as_many_tasks_as_they_fill_and_all_of_them_in_one_list() -> None:
+    cluster = dataclasses.replace(CLUSTER, members_per_node=3)
+    packed = dataclasses.replace(Config(), cluster=cluster)
+    template = Templates(SWEEP).of(packed, Share())
+    assert "#SBATCH --cpus-per-task=6" in template
+    (array,) = planned(dict.fromkeys(range(8), template))
+    assert (array.array.tasks, array.array.members) == ((0, 1, 2), tuple(range(8)))
+    (throttled,) = planned(dict.fromkeys(range(8), template), throttle=2)
+    assert (throttled.array.tasks, throttled.throttle) == ((0, 1), 2)
+    cut = planned(dict.fromkeys(range(8), template), size=2)
+    assert [(len(part.array.tasks), part.array.members) for part in cut] == [
+        (2, (0, 1, 2, 3, 4, 5)),
+        (1, (6, 7)),
+    ]
+    head, rest = array.split(1, 7)
+    assert sorted([*head.array.members, *rest.array.members]) == list(range(8))
+    assert f"{SWEEP.path}' --at-once 3 --array 7\n" in rest.script()
+    assert template_of(rest.script()) == template
+    record = Sweep("grid", "s", (), (), (head.array, rest.array))
+    assert json.loads(to_json(record))["arrays"][1]["packed"] == list(rest.array.packed)
 
 
 def test_the_script_names_tasks_token_and_first_member_and_gives_its_template_back() -> None:

@@ -1,0 +1,56 @@
+"""How members of a sweep that train at the same time share a machine: cores, and on GPUs devices.
+
+Used on this machine (`cluster.members_at_once`) and on the nodes of a cluster (`cluster.members_per_node`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from conf.schema import Config, Device
+
+
+@dataclass(frozen=True)
+class MemberShare:
+    """What one of the members that train at the same time has of the machine."""
+
+    cores: frozenset[int]
+    # Values of CUDA_VISIBLE_DEVICES; None: all.
+    devices: tuple[str, ...] | None
+
+
+def shares(configs: Sequence[Config], number: int) -> list[MemberShare]:
+    """Cut this machine into so many parts; with one everything is its. Where there are too few devices,
+    members share one.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    if number <= 1:
+        return [MemberShare(frozenset(cores), None)]
+    share = max(1, len(cores) // number)
+    parts = [
+        frozenset(cores[(place * share + k) % len(cores)] for k in range(share)) for place in range(number)
+    ]
+    on_gpu = [config.cluster for config in configs if config.cluster.device is Device.cuda]
+    if not on_gpu or any(cluster.share_devices for cluster in on_gpu):
+        return [MemberShare(part, None) for part in parts]
+    each = max(int(cluster.gpus_per_node) for cluster in on_gpu)
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [str(device) for device in range(number * each)] if given is None else given.split(",")
+    return [
+        MemberShare(part, tuple(names[(place * each + rank) % len(names)] for rank in range(each)))
+        for place, part in enumerate(parts)
+    ]
+
+
+@contextlib.contextmanager
+def on_cores(cores: frozenset[int]) -> Iterator[None]:
+    """Let what is started meanwhile run on these cores."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)

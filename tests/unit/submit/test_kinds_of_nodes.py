@@ -1,0 +1,75 @@
+"""A run for several kinds of nodes: a job and a configuration for each, and one of them is chosen."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from orchestra.config.compose import compose
+from orchestra.config.machine import Situation
+from orchestra.errors import ConfigError
+from orchestra.run.control.chosen_alternative import NONE, choose_alternative, chosen_alternative
+from orchestra.run.paths import RunDir
+from orchestra.run.record import newest_job, read_record
+from orchestra.submit.site import Site
+from orchestra.submit.submission import plan, plan_sweep, with_cluster
+from orchestra.submit.sweeps.arrays import placed_run
+
+SITE = Site(None, is_dry=True)
+NODE = ("cluster.device=cpu", "cluster.gpus_per_node=2", "train.global_batch_size=8")
+KINDS = "cluster.alternatives=[{constraint: fast}, {constraint: slow, nodes: 2, train.micro_batch_size: 1}]"
+
+
+def test_each_kind_has_its_job_and_its_configuration() -> None:
+    submission = plan(with_cluster([*NODE, KINDS]), SITE, ())
+    (member,) = submission.members
+    configs = [config for config, _ in member.alternatives]
+    assert [(config.cluster.constraint, config.cluster.nodes) for config in configs] == [
+        ("fast", 1),
+        ("slow", 2),
+    ]
+    assert member.config == configs[0]
+    assert configs[1].train.micro_batch_size == 1
+    jobs = placed_run(submission, 0.0).arrays()
+    scripts = [job.script() for job in jobs]
+    assert [job.array.number for job in jobs] == [0, 1]
+    for number, (script, kind) in enumerate(zip(scripts, ("fast", "slow"), strict=True)):
+        assert f"#SBATCH --constraint={kind}" in script
+        first = next(line for line in script.splitlines() if "orchestra.agents.alternatives" in line)
+        assert first.endswith(f' {number} || exit "$(( $? == 100 ? 0 : $? ))"')
+        assert script.index(first) < script.index("srun")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["cluster.alternatives=[{constraint: fast}]"], "give two kinds of nodes or more"),
+        ([KINDS, "cluster=local"], "of a Slurm cluster; leave them out here"),
+        ([KINDS, "train.global_batch_size=3"], r"number 1 \(cluster.constraint=slow cluster.nodes=2"),
+        ([KINDS.replace("nodes", "nods")], r"number 1 .*nods"),
+    ],
+)
+def test_what_is_wrong_with_one_of_them_is_said_before_anything_exists(words: list[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        plan(with_cluster([*NODE, *words]), SITE, ())
+
+
+def test_a_sweep_is_for_one_kind_of_nodes() -> None:
+    member = compose(with_cluster([*NODE, KINDS]), Situation("submit", cluster=SITE))
+    with pytest.raises(ConfigError, match="for single runs"):
+        plan_sweep([member], [], SITE, ())
+
+
+def test_the_first_that_starts_is_chosen_once_and_its_job_is_the_runs(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    entries = [{"token": token, "alternative": number} for number, token in enumerate("abc")]
+    run.record.write_text(json.dumps({"jobs": entries}))
+    assert (newest_job(read_record(run)) or {})["token"] == "c"
+    assert choose_alternative(run, 1, "7")
+    assert not choose_alternative(run, NONE, "8")
+    assert chosen_alternative(run) == 1
+    assert (newest_job(read_record(run)) or {})["token"] == "b"
+    run.record.write_text(json.dumps({"jobs": [*entries, {"token": "later"}]}))
+    assert (newest_job(read_record(run)) or {})["token"] == "later"
