@@ -195,7 +195,7 @@ def mirror(run: RunDir, attempt: int) -> int:
                 _log(wandb_run, row)
                 last_step, last_row = row["step"], row
         if rows.has_begun and not had_begun:
-            _remove_older_folders(run, wandb_run)
+            _remove_older_folders(run, wandb_run, attempt)
         for title, text in alerts.new():
             wandb_run.alert(title, text)
         if is_last:
@@ -280,15 +280,20 @@ class _Alerts:
         ]
 
 
-def _remove_older_folders(run: RunDir, wandb_run: Any) -> None:
-    """Remove what earlier attempts recorded offline: this one's folder holds all of it that counts."""
+def _remove_older_folders(run: RunDir, wandb_run: Any, attempt: int) -> None:
+    """Remove what earlier attempts recorded offline: this one's folder holds all of it that counts.
+
+    wandb names folders by its host's clock, which says nothing of another host's. A newer attempt makes its
+    own after its claim: where none is claimed once they were listed, all others are older.
+    """
     if not wandb_run.offline:
         return
     own = Path(wandb_run.dir).parent.name
-    for folder in run.wandb.glob(f"offline-run-*-{wandb_run.id}"):
-        # wandb names them by the time.
-        if folder.name < own:
-            shutil.rmtree(folder, ignore_errors=True)
+    others = [each for each in run.wandb.glob(f"offline-run-*-{wandb_run.id}") if each.name != own]
+    if _is_superseded(run, attempt):
+        return
+    for folder in others:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _log_events(wandb_run: Any, run: RunDir, last_row: Record | None) -> None:
