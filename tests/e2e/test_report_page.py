@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from commands import TINY, environment, orchestra, run_of, train, words
 from support.browser import Browser
-from support.long_runs import BEGAN, lines, long_run, long_sweep, row
+from support.long_runs import BEGAN, POWER_W, STEP_S, lines, long_run, long_sweep, row
 from support.report_pages import SECTIONS, assert_prints, assert_sound, data_of, focus, serious, texts
 
 from orchestra.run.step_times import read_step_times
@@ -73,6 +73,12 @@ def test_a_run_that_was_killed_and_went_back_is_told_as_its_files_tell_it(
     assert "rank failed (planned)" in ends[0]
     assert "killed by SIGKILL" in ends[0]
     assert "rolled back (planned)" in ends[1]
+    energy, hours, _ = texts(browser, "#energy dd")
+    assert energy == "not measuredranks train on CPUs: energy is read from GPUs alone"
+    assert hours == "not measuredits ranks are on CPUs"
+    assert "energy not measured (ranks train on CPUs" in " ".join(
+        orchestra(tmp_path, "status", "story").stdout.split()
+    )
     focus(browser, "#plot-loss [role=slider]")
     browser.press("Home")
     first = browser.value("document.activeElement.getAttribute('aria-valuetext')")
@@ -90,6 +96,8 @@ def test_a_large_run_is_small_and_its_cells_are_reached_by_keys(browser: Browser
     page = tmp_path / "long.html"
     assert page.stat().st_size < 1_000_000
     assert_sound(browser, page)
+    joules = POWER_W * STEP_S * 64 * (12_000 + 10_000)
+    assert texts(browser, "#energy dd")[0].startswith(f"{joules / 1e6:.0f} MJ{joules / 2e7:.3g} J a token")
     focus(browser, "#ranks [role=slider]")
     browser.press("End")
     assert "rank 0 on node1, slowest of steps" in browser.value(

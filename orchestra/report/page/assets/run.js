@@ -318,12 +318,17 @@ function profileSection(runs) {
 
 function energySection(runs) {
   const items = runs.map((run) => {
-    const hours = run.figures.ranks ? (run.figures.ranks * run.accounts.wall_s) / 3600 : null;
-    const joules = run.energy ? `${format.quantity(run.energy.joules)}J, ${isNumber(run.energy.joules_per_token) ? `${format.small(run.energy.joules_per_token)} J a token` : ""}` : NOT_MEASURED;
-    const shown = [["Energy", joules, null], ["Device hours", isNumber(hours) ? digits(hours) : NOT_MEASURED, "ranks × wall time"], ["Cost", NOT_MEASURED, "orchestra knows no prices"]];
+    const used = run.used;
+    const perToken = isNumber(used.joules_per_token) ? `${format.small(used.joules_per_token)} J a token that counts` : null;
+    const shown = [
+      ["Energy of the GPUs", isNumber(used.joules) ? `${format.quantity(used.joules)}J` : NOT_MEASURED, used.no_energy || perToken],
+      ["GPU-hours", isNumber(used.gpu_hours) ? digits(used.gpu_hours) : NOT_MEASURED, used.no_gpu_hours || "held by the run: starts, restarts and spare nodes too"],
+      ["Cost", isNumber(used.cost) ? [used.cost.toLocaleString("en-US", { minimumFractionDigits: 2, maximumFractionDigits: 2 }), used.currency].filter(Boolean).join(" ") : NOT_MEASURED, used.no_cost || "GPU-hours × cluster.price_per_gpu_hour"],
+    ];
     return [runs.length > 1 ? el("h3", null, run.name) : null, el("dl", { class: "figures" }, shown.map(([title, value, note]) => el("div", null, el("dt", null, title), el("dd", null, value, note ? el("small", null, note) : null))))];
   });
-  return section("energy", "Energy and cost", items);
+  const power = stepPlot(runs, "power_w", { title: "Power of a GPU", unit: "watts, mean since the reading before", show: format.small, fromZero: true });
+  return section("energy", "Energy and cost", items, power ? el("div", { class: "plots" }, power) : null);
 }
 
 function keyTable(titles, keys, label) {
