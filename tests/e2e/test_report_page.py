@@ -11,6 +11,7 @@ import subprocess
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import pytest
 from commands import TINY, environment, orchestra, run_of, train, words
@@ -42,6 +43,7 @@ def test_a_run_that_was_killed_and_went_back_is_told_as_its_files_tell_it(
         "checkpoint.every_steps=5",
         "cluster.gpus_per_node=2",
         "recovery.straggler_every_steps=1",
+        "train.profile={enabled: true, steps: [2, 3]}",
         "recovery.loss_spike.action=roll_back",
         "recovery.loss_spike.window=8",
         # The planned one is ten thousand times as large, and noise none.
@@ -73,6 +75,13 @@ def test_a_run_that_was_killed_and_went_back_is_told_as_its_files_tell_it(
     assert "rank failed (planned)" in ends[0]
     assert "killed by SIGKILL" in ends[0]
     assert "rolled back (planned)" in ends[1]
+    (trace,) = [each for each in shown["traces"] if each["kind"] == "trace"]
+    assert (trace["rank"], trace["first_step"], trace["last_step"]) == (0, 2, 3)
+    places = browser.value("[...document.querySelectorAll('#profile a')].map(each => each.href)")
+    assert run.profile / trace["name"] in [Path(unquote(urlsplit(place).path)) for place in places]
+    assert len(places) == len(shown["traces"])
+    parts = shown["profile"]["parts_s"]
+    assert texts(browser, "#profile figure > div:not(.plot) tbody th")[: len(parts)] == [*parts]
     energy, hours, _ = texts(browser, "#energy dd")
     assert energy == "not measuredranks train on CPUs: energy is read from GPUs alone"
     assert hours == "not measuredits ranks are on CPUs"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from conf.schema import Config
@@ -20,6 +21,7 @@ from orchestra.report.page.configurations import changes_between_attempts, flat_
 from orchestra.report.page.curves import curves, void_curve
 from orchestra.report.page.life import attempt_rows, checkpoint_rows, node_rows, passed_over_checkpoints
 from orchestra.report.page.own_times import heat_map, slow_ones
+from orchestra.report.page.traces import trace_rows
 from orchestra.report.page.verdict import Facts, verdict
 from orchestra.report.run_state import RunState, median_of, read_state
 from orchestra.report.spending import spending
@@ -89,8 +91,8 @@ def read_run(run: RunDir, now: float) -> RunFiles:
     return RunFiles(run, state, record, events, all_rows, rows, config, notes)
 
 
-def run_page(files: RunFiles, now: float) -> Record:
-    """Return all that a page shows of one run, as JSON."""
+def run_page(files: RunFiles, now: float, page_folder: Path | None = None) -> Record:
+    """Return all that a page shows of one run, as JSON. `page_folder`: where the page will lie, if known."""
     state, events = files.state, files.events
     accounts = account(
         events,
@@ -143,6 +145,7 @@ def run_page(files: RunFiles, now: float) -> Record:
         "passed_over": passed_over_checkpoints(events),
         "newest_checkpoint": _age(checkpoints, files.began, end),
         "profile": _profile(files.run),
+        "traces": trace_rows(files.run, page_folder),
         "used": _used(files, config, now),
         "config": flat_config(files.run.config),
         "changes": changes_between_attempts(files.run),
