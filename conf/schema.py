@@ -545,6 +545,8 @@ class TrainConfig:
     callbacks: list[str] = field(default_factory=list)
     callbacks_options: dict[str, Any] = field(default_factory=dict)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+    # TensorBoard's files too, in <run>/tensorboard/; needs the package tensorboard.
+    tensorboard: bool = False
 
 
 class WhenBusy(Enum):

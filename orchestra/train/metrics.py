@@ -37,6 +37,7 @@ from orchestra.train.hooks import TrainedStep
 from orchestra.train.watch.bad_losses import OverflowLog
 from orchestra.train.watch.callbacks import Callbacks
 from orchestra.train.watch.energy import EnergyWatch
+from orchestra.train.watch.tensorboard_files import TensorBoardFiles
 
 # Sizes of the square products that are tried, up to the first that takes _PRODUCT_S. The fastest differs:
 # one core of a Xeon with AMX makes 1.5 TFLOP/s in bf16 at 768 and 1.3 at 2048; two cores do best at 1536.
@@ -176,6 +177,7 @@ class MetricsLog:
     callbacks: Callbacks
     # None where nothing can be read.
     energy: EnergyWatch | None = None
+    tensorboard: TensorBoardFiles | None = None
     # Columns of the next row beside a row's own: held-out losses, and how experts were loaded.
     beside: dict[str, float | list[int]] = field(default_factory=dict)
 
@@ -210,7 +212,15 @@ class MetricsLog:
                 row |= self.energy.columns()
             row = {**row, **self.overflows.columns(trained.step), **saves, **self.beside}
             self.beside.clear()
-            self.file.write({**row, **self.callbacks.columns(trained.step, row)})
+            row = {**row, **self.callbacks.columns(trained.step, row)}
+            self.file.write(row)
+            if self.tensorboard is not None:
+                self.tensorboard.add(row)
+
+    def close(self) -> None:
+        """Write what is left elsewhere than in the file; waits two seconds at most."""
+        if self.tensorboard is not None:
+            self.tensorboard.close()
 
     def totals(self) -> Totals:
         """Return the run's totals up to the last step that was added."""

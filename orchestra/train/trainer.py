@@ -83,6 +83,7 @@ from orchestra.train.watch.profile import StepProfiler
 from orchestra.train.watch.replay import Replay, ReplayError
 from orchestra.train.watch.source_losses import SourceLosses, build_source_losses
 from orchestra.train.watch.stragglers import DeviceClock, HostClock, StepTimes
+from orchestra.train.watch.tensorboard_files import TensorBoardFiles
 from orchestra.train.watch.wandb_mirror import WandbMirror
 
 # How long a stopped run waits for wandb. Slurm kills 30 s after SIGTERM, the save included, and the node
@@ -280,11 +281,13 @@ class Trainer:
         )
 
     def stop_threads(self) -> None:
-        """End the threads that watch the training. Never waits: after a failure too."""
+        """End the threads that watch the training, after a failure too. Waits for no rank and no device."""
         self.stopping.close()
         self.step_times.close()
         if self.energy is not None:
             self.energy.close()
+        if self.metrics is not None:
+            self.metrics.close()
 
     def close(self) -> None:
         """Wait for what is under way and release what is held, after a good end. *Collective*."""
@@ -525,7 +528,8 @@ def _metrics(
     overflows = OverflowLog(step.loss_scale, rank.events)
     callbacks = build_callbacks(config, begin.callbacks)
     file = JsonLinesWriter(rank.run.metrics)
-    return MetricsLog(meter, file, overflows, built.batch.tokens_per_step, callbacks, energy)
+    board = TensorBoardFiles(rank.run, rank.attempt, begin.step) if config.train.tensorboard else None
+    return MetricsLog(meter, file, overflows, built.batch.tokens_per_step, callbacks, energy, board)
 
 
 def run_rank(run: RunDir, attempt: int, from_memory: int | None = None, heart: Heart | None = None) -> int:

@@ -19,6 +19,8 @@ from support.browser import Browser
 from support.long_runs import BEGAN, POWER_W, STEP_S, lines, long_run, long_sweep, row
 from support.report_pages import SECTIONS, assert_prints, assert_sound, data_of, focus, serious, texts
 
+from orchestra.run.files import Record
+from orchestra.run.paths import RunDir
 from orchestra.run.step_times import read_step_times
 
 pytestmark = pytest.mark.slow
@@ -75,16 +77,7 @@ def test_a_run_that_was_killed_and_went_back_is_told_as_its_files_tell_it(
     assert "rank failed (planned)" in ends[0]
     assert "killed by SIGKILL" in ends[0]
     assert "rolled back (planned)" in ends[1]
-    (trace,) = [each for each in shown["traces"] if each["kind"] == "trace"]
-    assert (trace["rank"], trace["first_step"], trace["last_step"]) == (0, 2, 3)
-    places = browser.value("[...document.querySelectorAll('#profile a')].map(each => each.href)")
-    assert run.profile / trace["name"] in [Path(unquote(urlsplit(place).path)) for place in places]
-    assert len(places) == len(shown["traces"])
-    parts = shown["profile"]["parts_s"]
-    assert texts(browser, "#profile figure > div:not(.plot) tbody th")[: len(parts)] == [*parts]
-    energy, hours, _ = texts(browser, "#energy dd")
-    assert energy == "not measuredranks train on CPUs: energy is read from GPUs alone"
-    assert hours == "not measuredits ranks are on CPUs"
+    assert_traces_are_linked_and_energy_says_why_not(browser, run, shown)
     assert "energy not measured (ranks train on CPUs" in " ".join(
         orchestra(tmp_path, "status", "story").stdout.split()
     )
@@ -97,6 +90,20 @@ def test_a_run_that_was_killed_and_went_back_is_told_as_its_files_tell_it(
     browser.value("document.body.append(document.createElement('button'))")
     assert [each.partition(" ")[0] for each in serious(browser)] == ["button-name"]
     assert_prints(browser, page)
+
+
+def assert_traces_are_linked_and_energy_says_why_not(browser: Browser, run: RunDir, shown: Record) -> None:
+    """Look at two sections of the page that is open, of a run on CPUs that traced two steps."""
+    (trace,) = [each for each in shown["traces"] if each["kind"] == "trace"]
+    assert (trace["rank"], trace["first_step"], trace["last_step"]) == (0, 2, 3)
+    places = browser.value("[...document.querySelectorAll('#profile a')].map(each => each.href)")
+    assert run.profile / trace["name"] in [Path(unquote(urlsplit(place).path)) for place in places]
+    assert len(places) == len(shown["traces"])
+    parts = shown["profile"]["parts_s"]
+    assert texts(browser, "#profile figure > div:not(.plot) tbody th")[: len(parts)] == [*parts]
+    energy, hours, _ = texts(browser, "#energy dd")
+    assert energy == "not measuredranks train on CPUs: energy is read from GPUs alone"
+    assert hours == "not measuredits ranks are on CPUs"
 
 
 def test_a_large_run_is_small_and_its_cells_are_reached_by_keys(browser: Browser, tmp_path: Path) -> None:
