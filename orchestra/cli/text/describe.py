@@ -305,21 +305,21 @@ def spent_lines(run: RunDir, events: Sequence[Record], state: RunPhase, now: flo
 def used_lines(used: Spending) -> list[str]:
     """Return in at most 80 columns what a run used: GPU-hours, energy and cost, or why they are not known."""
     known: list[str] = []
-    unknown: dict[str, str | None] = {}
+    unknown: dict[str | None, list[str]] = {}
     if used.gpu_hours is not None:
         known.append(f"{used.gpu_hours:.2f} GPU-hours")
     else:
-        unknown["GPU-hours"] = used.no_gpu_hours
+        unknown.setdefault(used.no_gpu_hours, []).append("GPU-hours")
+    if used.cost is not None:
+        known.append(" ".join(filter(None, (f"{used.cost:.2f}", used.currency))))
+    else:
+        unknown.setdefault(used.no_cost, []).append("cost")
     if used.joules is not None:
         each = used.joules_per_token
         known.append(f"{figures.quantity(used.joules)} J" + ("" if each is None else f", {each:.3g} a token"))
     else:
-        unknown["energy"] = used.no_energy
-    if used.cost is not None:
-        known.append(" ".join(filter(None, (f"{used.cost:.2f}", used.currency))))
-    else:
-        unknown["cost"] = used.no_cost
-    words = [f"{what} not measured ({why})" for what, why in unknown.items()]
+        unknown.setdefault(used.no_energy, []).append("energy")
+    words = [f"{' and '.join(names)} not measured ({why})" for why, names in unknown.items()]
     return _labelled("used", "; ".join([*known, *words]))
 
 

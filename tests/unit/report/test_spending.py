@@ -54,7 +54,7 @@ def test_the_queue_between_two_jobs_costs_nothing_and_idle_spares_do() -> None:
     assert used.gpu_hours == pytest.approx(8 * (3 + 2 + 3))
     assert used.cost == pytest.approx(2.5 * 64)
     (line,) = used_lines(replace(used, joules=7.2e6, joules_per_token=0.25, no_energy=None))
-    assert line.split(maxsplit=1)[1] == "64.00 GPU-hours; 7.20M J, 0.25 a token; 160.00 EUR"
+    assert line.split(maxsplit=1)[1] == "64.00 GPU-hours; 160.00 EUR; 7.20M J, 0.25 a token"
 
 
 def test_ranks_that_share_a_gpu_hold_one() -> None:
@@ -72,6 +72,10 @@ def test_what_is_not_known_is_none_with_a_reason() -> None:
     used = spending(events, [{"step": 1, "time": 2.0, "energy_j": None}], 100, on_cpu, now=9.0)
     why = "its ranks are on CPUs"
     assert used == Spending(no_gpu_hours=why, currency="EUR", no_cost=why, no_energy="ranks train on CPUs")
+    assert " ".join(" ".join(used_lines(used)).split()) == (
+        "used GPU-hours and cost not measured (its ranks are on CPUs); "
+        "energy not measured (ranks train on CPUs)"
+    )
     # A GPU that was lost for the counters on the way: a part is not the whole.
     rows = [{"step": 1, "time": 2.0, "energy_j": 5.0}]
     assert spending(events, rows, 100, None, now=9.0).joules is None
