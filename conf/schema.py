@@ -111,6 +111,9 @@ class ClusterConfig:
     # Hours between the failures of one device that end an attempt, on average; null: as Llama 3 had it on
     # H100 (50,700; arXiv:2407.21783). For checkpoint.every_steps=auto and `orchestra plan --goodput`.
     mtbf_device_hours: float | None = None
+    # What an hour of one GPU costs, and in which currency, as it is to be shown; null: no cost is shown.
+    price_per_gpu_hour: float | None = None
+    currency: str | None = None
     network: NetworkConfig = field(default_factory=NetworkConfig)
     # What a node's own disk reads and writes, for planning parallelism.offload=optimizer_disk; null: 2.5e9, a
     # single NVMe drive.
@@ -556,6 +559,8 @@ class TrainConfig:
     callbacks: list[str] = field(default_factory=list)
     callbacks_options: dict[str, Any] = field(default_factory=dict)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+    # TensorBoard's files too, in <run>/tensorboard/; needs the package tensorboard.
+    tensorboard: bool = False
 
 
 class WhenBusy(Enum):

@@ -8,8 +8,9 @@ import statistics
 from collections.abc import Sequence
 
 from orchestra.alerts.observed import Finding, Limits, ObservedRun
-from orchestra.run.events import is_number
+from orchestra.run.events import is_number, is_whole
 from orchestra.run.files import Record
+from orchestra.run.run_lineage import lineage_of
 from orchestra.sizes.units import first_few
 
 # The standard deviation of a normal distribution over its median absolute deviation, and the least spread
@@ -43,7 +44,15 @@ def loss_spikes(run: ObservedRun, limits: Limits) -> Sequence[Finding]:
     not_finite = [row for row in judged if not is_number(row.get("loss"))]
     # The run judges every step, the rows only those that are logged.
     told = [event for event in run.events if event["event"] == "loss_spike"]
-    told = [event for event in told if event.get("step", 0) >= judged[0]["step"]]
+    # What a roll-back made void counts no more, as its rows do not.
+    line = lineage_of(run.events)
+    told = [
+        event
+        for event in told
+        if is_whole(event.get("step"))
+        and event["step"] >= judged[0]["step"]
+        and line.is_on_line(event["step"], event["attempt"])
+    ]
     if len(spikes) < limits.spikes and not not_finite and not told:
         return []
     steps = [f"step {row['step']} ({row['loss']:.4g} where {usual:.4g} was usual)" for row, usual in spikes]

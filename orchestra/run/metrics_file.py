@@ -38,6 +38,9 @@ METRIC_KEYS = (
     "step_time_s",
     "data_time_s",
     "memory_peak_bytes",
+    # Of all GPUs since the row before, and the mean of one in that time.
+    "energy_j",
+    "power_w",
     "goodput",
     "nonfinite_steps",
     "attempt",

@@ -23,7 +23,7 @@ runs/<name>/
 │                            several kinds of nodes started first
 ├── heartbeats/node-000.json how far that node's ranks have come, every ten seconds anew
 ├── rehearsal.json           of a rehearsal's run with faults: what it is compared with
-├── samples/  profile/  wandb/
+├── samples/  profile/  wandb/  tensorboard/
 └── report.html
 """
 
@@ -73,6 +73,7 @@ class RunDir:
     control = _Below("control")
     profile = _Below("profile")
     wandb = _Below("wandb")
+    tensorboard = _Below("tensorboard")
     logs = _Below("logs")
     job_logs = _Below("logs/jobs")
     code = _Below("code")

@@ -36,6 +36,8 @@ from orchestra.sizes.topology import layout
 from orchestra.train.hooks import TrainedStep
 from orchestra.train.watch.bad_losses import OverflowLog
 from orchestra.train.watch.callbacks import Callbacks
+from orchestra.train.watch.energy import EnergyWatch
+from orchestra.train.watch.tensorboard_files import TensorBoardFiles
 
 # Sizes of the square products that are tried, up to the first that takes _PRODUCT_S. The fastest differs:
 # one core of a Xeon with AMX makes 1.5 TFLOP/s in bf16 at 768 and 1.3 at 2048; two cores do best at 1536.
@@ -147,6 +149,9 @@ class Meter:
             "step_time_s": _ratio(window.step_time_s, window.num_steps),
             "data_time_s": _ratio(window.data_time_s, window.num_steps),
             "memory_peak_bytes": memory_peak_bytes(self._settings.device),
+            # Known to whoever reads the GPUs' counters.
+            "energy_j": None,
+            "power_w": None,
             "goodput": _ratio(self._productive_s, now - self._started_at),
             "nonfinite_steps": nonfinite_steps,
             "attempt": self._settings.attempt,
@@ -170,6 +175,9 @@ class MetricsLog:
     overflows: OverflowLog
     tokens_per_step: int
     callbacks: Callbacks
+    # None where nothing can be read.
+    energy: EnergyWatch | None = None
+    tensorboard: TensorBoardFiles | None = None
     # Columns of the next row beside a row's own: held-out losses, and how experts were loaded.
     beside: dict[str, float | list[int]] = field(default_factory=dict)
 
@@ -200,9 +208,19 @@ class MetricsLog:
                 nonfinite_steps=num_skipped,
             )
             saves = {} if failed_saves is None else {"failed_saves": failed_saves}
+            if self.energy is not None:
+                row |= self.energy.columns()
             row = {**row, **self.overflows.columns(trained.step), **saves, **self.beside}
             self.beside.clear()
-            self.file.write({**row, **self.callbacks.columns(trained.step, row)})
+            row = {**row, **self.callbacks.columns(trained.step, row)}
+            self.file.write(row)
+            if self.tensorboard is not None:
+                self.tensorboard.add(row)
+
+    def close(self) -> None:
+        """Write what is left elsewhere than in the file; waits two seconds at most."""
+        if self.tensorboard is not None:
+            self.tensorboard.close()
 
     def totals(self) -> Totals:
         """Return the run's totals up to the last step that was added."""

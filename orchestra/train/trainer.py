@@ -76,12 +76,14 @@ from orchestra.train.state import CheckpointContext, Position, TensorState, fact
 from orchestra.train.step import TrainingStep
 from orchestra.train.stopping import RequestWatch, SaveClock, Stopping
 from orchestra.train.watch.bad_losses import NonFiniteGuard, OverflowLog
+from orchestra.train.watch.energy import EnergyWatch, build_energy_watch
 from orchestra.train.watch.flight_recorder import answer_for_collectives
 from orchestra.train.watch.inject_faults import Faults
 from orchestra.train.watch.profile import StepProfiler
 from orchestra.train.watch.replay import Replay, ReplayError
 from orchestra.train.watch.source_losses import SourceLosses, build_source_losses
 from orchestra.train.watch.stragglers import DeviceClock, HostClock, StepTimes
+from orchestra.train.watch.tensorboard_files import TensorBoardFiles
 from orchestra.train.watch.wandb_mirror import WandbMirror
 
 # How long a stopped run waits for wandb. Slurm kills 30 s after SIGTERM, the save included, and the node
@@ -126,6 +128,8 @@ class Trainer:
     sources: SourceLosses | None
     # Rank 0's; None on the others.
     metrics: MetricsLog | None
+    # None on a CPU.
+    energy: EnergyWatch | None
     # None without held-out data.
     evaluation: Evaluation | None
     # run.metric
@@ -277,9 +281,13 @@ class Trainer:
         )
 
     def stop_threads(self) -> None:
-        """End the threads that watch the training. Never waits: after a failure too."""
+        """End the threads that watch the training, after a failure too. Waits for no rank and no device."""
         self.stopping.close()
         self.step_times.close()
+        if self.energy is not None:
+            self.energy.close()
+        if self.metrics is not None:
+            self.metrics.close()
 
     def close(self) -> None:
         """Wait for what is under way and release what is held, after a good end. *Collective*."""
@@ -319,9 +327,7 @@ def assemble(config: Config, mesh: Mesh, ranks: RankEnvironment, rank: RankAttem
     clock = DeviceClock() if mesh.device.type == "cuda" else HostClock()
     own_times = StepTimesFile(rank.run, rank.attempt, mesh.rank)
     step_times = StepTimes(config.recovery, peers, clock, events_of_rank_0, mesh.layout.pp, own_times)
-    # One of the ranks that share samples writes them down.
-    has_ledger = config.data.ledger and mesh.coordinates.tp == mesh.coordinates.cp == mesh.coordinates.pp == 0
-    ledger = LedgerHook(Ledger(rank.run, mesh.rank, rank.attempt)) if has_ledger else None
+    ledger = _ledger(config, mesh, rank)
     profiler = _profiler(config, mesh, built, stopping, rank)
     peak_flops = _announced_peak_flops(config, mesh, built, rank.events) if mesh.rank == 0 else None
     if mesh.rank == 0 and mesh.device.type == "cuda":
@@ -331,7 +337,8 @@ def assemble(config: Config, mesh: Mesh, ranks: RankEnvironment, rank: RankAttem
     sources = build_source_losses(loader.source, built.parallelized.model, mesh)
     hooks = StepHooks((step_times, heartbeat, faults, profiler, replay, sources, copies, ledger, guard))
     step = build_step(config, mesh, built, hooks, begin.loss_scale, begin.recent_losses, begin.fp8_sizes)
-    metrics = _metrics(config, mesh, built, step, peak_flops, begin, rank) if mesh.rank == 0 else None
+    energy = build_energy_watch(mesh, ranks, peers, events_of_rank_0)
+    metrics = _metrics(config, mesh, built, step, peak_flops, begin, rank, energy) if mesh.rank == 0 else None
     evaluation = build_evaluation(config, built.parallelized, built.batch, mesh, events_of_rank_0)
     return Trainer(
         config=config.train,
@@ -349,9 +356,17 @@ def assemble(config: Config, mesh: Mesh, ranks: RankEnvironment, rank: RankAttem
         profiler=profiler,
         sources=sources,
         metrics=metrics,
+        energy=energy,
         evaluation=evaluation,
         metric=config.run.metric,
     )
+
+
+def _ledger(config: Config, mesh: Mesh, rank: RankAttempt) -> LedgerHook | None:
+    # One of the ranks that share samples writes them down.
+    writes = mesh.coordinates.tp == mesh.coordinates.cp == mesh.coordinates.pp == 0
+    has_ledger = config.data.ledger and writes
+    return LedgerHook(Ledger(rank.run, mesh.rank, rank.attempt)) if has_ledger else None
 
 
 def _faults(config: Config, mesh: Mesh, built: BuiltModel, rank: RankAttempt) -> Faults:
@@ -506,13 +521,15 @@ def _metrics(
     peak_flops: float | None,
     begin: Position,
     rank: RankAttempt,
+    energy: EnergyWatch | None,
 ) -> MetricsLog:
     settings = meter_settings(config, mesh.world_size, peak_flops, mesh.device, rank.attempt)
     meter = Meter(settings, begin.totals or initial_totals(rank.run))
     overflows = OverflowLog(step.loss_scale, rank.events)
     callbacks = build_callbacks(config, begin.callbacks)
     file = JsonLinesWriter(rank.run.metrics)
-    return MetricsLog(meter, file, overflows, built.batch.tokens_per_step, callbacks)
+    board = TensorBoardFiles(rank.run, rank.attempt, begin.step) if config.train.tensorboard else None
+    return MetricsLog(meter, file, overflows, built.batch.tokens_per_step, callbacks, energy, board)
 
 
 def run_rank(run: RunDir, attempt: int, from_memory: int | None = None, heart: Heart | None = None) -> int:

@@ -6,67 +6,30 @@ from __future__ import annotations
 
 import http.client
 import json
-import re
 import signal
 import subprocess
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import pytest
-from commands import ROOT, TINY, environment, orchestra, run_of, train, words
+from commands import TINY, environment, orchestra, run_of, train, words
 from support.browser import Browser
-from support.long_runs import BEGAN, lines, long_run, long_sweep, row
+from support.long_runs import BEGAN, POWER_W, STEP_S, lines, long_run, long_sweep, row
+from support.report_pages import SECTIONS, assert_prints, assert_sound, data_of, focus, serious, texts
 
+from orchestra.run.files import Record
+from orchestra.run.paths import RunDir
 from orchestra.run.step_times import read_step_times
 
 pytestmark = pytest.mark.slow
-
-SECTIONS = (
-    *("loss", "gradients", "speed", "goodput", "attempts", "ranks", "memory", "checkpoints", "profile"),
-    *("energy", "configuration"),
-)
-CHECKS = (ROOT / "tests" / "support" / "page_checks.js").read_text()
 
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     with Browser(tmp_path_factory.mktemp("browser")) as opened:
         yield opened
-
-
-def assert_sound(browser: Browser, page: Path) -> None:
-    """Open a page at both widths in light and dark: drawn whole, silent, on its own, readable."""
-    for width in (390, 1280):
-        for is_dark in (False, True):
-            browser.open(page, width=width, is_dark=is_dark)
-            where = f"{page.name} at {width}, {'dark' if is_dark else 'light'}"
-            assert browser.value("document.documentElement.dataset.drawn") == "true", where
-            assert browser.complaints == [], where
-            assert browser.requests == [page.absolute().as_uri()], where
-            for check in ("empty", "nameless", "pale"):
-                assert browser.value(f"{CHECKS.strip()}.{check}()") == [], f"{check}: {where}"
-            assert browser.value("document.documentElement.scrollWidth") <= width, where
-            ids = browser.value("[...document.querySelectorAll('[id]')].map(each => each.id)")
-            assert len(ids) == len(set(ids)), where
-
-
-def texts(browser: Browser, selector: str) -> list[str]:
-    found: list[str] = browser.value(
-        f"[...document.querySelectorAll({json.dumps(selector)})].map(each => each.textContent)"
-    )
-    return found
-
-
-def focus(browser: Browser, selector: str) -> None:
-    browser.value(f"document.querySelector({json.dumps(selector)}).focus()")
-
-
-def data_of(page: Path) -> Any:
-    found = re.search(r'id="data">(.*?)</script>', page.read_text(), re.DOTALL)
-    assert found is not None
-    return json.loads(found[1])
 
 
 def test_a_run_that_was_killed_and_went_back_is_told_as_its_files_tell_it(
@@ -82,6 +45,7 @@ def test_a_run_that_was_killed_and_went_back_is_told_as_its_files_tell_it(
         "checkpoint.every_steps=5",
         "cluster.gpus_per_node=2",
         "recovery.straggler_every_steps=1",
+        "train.profile={enabled: true, steps: [2, 3]}",
         "recovery.loss_spike.action=roll_back",
         "recovery.loss_spike.window=8",
         # The planned one is ten thousand times as large, and noise none.
@@ -113,12 +77,33 @@ def test_a_run_that_was_killed_and_went_back_is_told_as_its_files_tell_it(
     assert "rank failed (planned)" in ends[0]
     assert "killed by SIGKILL" in ends[0]
     assert "rolled back (planned)" in ends[1]
+    assert_traces_are_linked_and_energy_says_why_not(browser, run, shown)
+    assert "energy not measured (ranks train on CPUs" in " ".join(
+        orchestra(tmp_path, "status", "story").stdout.split()
+    )
     focus(browser, "#plot-loss [role=slider]")
     browser.press("Home")
     first = browser.value("document.activeElement.getAttribute('aria-valuetext')")
     assert first.startswith(f"step 1, {last[1]:.4f}")
     browser.press("ArrowRight", "ArrowRight")
     assert f"step 3, {last[3]:.4f}" in texts(browser, "#plot-loss .tip")[0].replace("step 3", "step 3, ")
+    browser.value("document.body.append(document.createElement('button'))")
+    assert [each.partition(" ")[0] for each in serious(browser)] == ["button-name"]
+    assert_prints(browser, page)
+
+
+def assert_traces_are_linked_and_energy_says_why_not(browser: Browser, run: RunDir, shown: Record) -> None:
+    """Look at two sections of the page that is open, of a run on CPUs that traced two steps."""
+    (trace,) = [each for each in shown["traces"] if each["kind"] == "trace"]
+    assert (trace["rank"], trace["first_step"], trace["last_step"]) == (0, 2, 3)
+    places = browser.value("[...document.querySelectorAll('#profile a')].map(each => each.href)")
+    assert run.profile / trace["name"] in [Path(unquote(urlsplit(place).path)) for place in places]
+    assert len(places) == len(shown["traces"])
+    parts = shown["profile"]["parts_s"]
+    assert texts(browser, "#profile figure > div:not(.plot) tbody th")[: len(parts)] == [*parts]
+    energy, hours, _ = texts(browser, "#energy dd")
+    assert energy == "not measuredranks train on CPUs: energy is read from GPUs alone"
+    assert hours == "not measuredits ranks are on CPUs"
 
 
 def test_a_large_run_is_small_and_its_cells_are_reached_by_keys(browser: Browser, tmp_path: Path) -> None:
@@ -127,6 +112,8 @@ def test_a_large_run_is_small_and_its_cells_are_reached_by_keys(browser: Browser
     page = tmp_path / "long.html"
     assert page.stat().st_size < 1_000_000
     assert_sound(browser, page)
+    joules = POWER_W * STEP_S * 64 * (12_000 + 10_000)
+    assert texts(browser, "#energy dd")[0].startswith(f"{joules / 1e6:.0f} MJ{joules / 2e7:.3g} J a token")
     focus(browser, "#ranks [role=slider]")
     browser.press("End")
     assert "rank 0 on node1, slowest of steps" in browser.value(

@@ -18,6 +18,8 @@ from matrix_policy import POLICY_CASES, try_policy
 from matrix_storm import STORM_RESTARTS, storm
 from sites import Site, opened_at
 
+from tests.support.watched_past import false_alarms
+
 ELSEWHERE = (
     ShownRow(
         "8", "30 % of packets lost, 500 ms of delay", "cannot be shown here: needs the kernel's sch_netem"
@@ -65,6 +67,10 @@ def _all(site: Site, wanted: set[str], seeds: range, restarts: int) -> Iterable[
                 yield try_policy(case, site, references, seed)
     if not wanted or "storm" in wanted:
         yield storm(site, restarts)
+    for ranks in references.trained:
+        alarms = false_alarms(references.of(ranks))
+        result = f"FAILED: {'; '.join(alarms)}" if alarms else "passed"
+        yield ShownRow("", f"no false alarm over the undisturbed run of {ranks} ranks", result)
 
 
 def write_line(words: str) -> None:

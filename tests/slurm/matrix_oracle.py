@@ -46,6 +46,11 @@ class References:
             )
         return self._trained[ranks]
 
+    @property
+    def trained(self) -> list[int]:
+        """The numbers of ranks that were asked for so far."""
+        return sorted(self._trained)
+
 
 def losses(run: RunDir) -> list[Row]:
     """Return step, loss and gradient norm of each step; of a step trained again what counts."""

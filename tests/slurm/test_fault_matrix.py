@@ -12,6 +12,7 @@ from matrix_policy import POLICY_CASES, PolicyCase, try_policy
 from sites import Site
 
 from orchestra.run.paths import RunDir
+from tests.support.watched_past import false_alarms
 
 pytestmark = pytest.mark.slow
 
@@ -26,6 +27,7 @@ def assert_passed(lines: list[ShownRow]) -> None:
 @pytest.mark.timeout(420)
 def test_run_with_faults_ends_as_if_nothing_had_happened(cluster: Site, references: References) -> None:
     assert_passed(train_with_faults(QUICK_RUN, cluster, references, SEED))
+    assert false_alarms(references.of(QUICK_RUN.nodes)) == []
 
 
 @pytest.mark.timeout(240)

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import signal
+from pathlib import Path
 
 import pytest
 from matrix_injections import LENGTH
@@ -17,12 +18,17 @@ from matrix_oracle import References, assert_as_if_nothing_had_happened, samples
 from sites import SLOW_FIRST_ATTEMPT, Site, SubmittedRun
 
 from orchestra.agents.agent import group_folder
+from orchestra.run.files import Record, read_json_lines
 from orchestra.run.paths import RunDir
+from tests.support.browser import Browser
+from tests.support.report_pages import SECTIONS, assert_sound, data_of, texts
 
 pytestmark = pytest.mark.slow
 
 QUICK = ("cluster.gpus_per_node=1", "recovery.agent_timeout_s=5", "recovery.backoff_s=0.1")
 TWO_NODES = ("cluster.nodes=2", "cluster.gpus_per_node=1")
+# Of the second attempt of a run of 150 steps that loses a node early.
+SPIKE_AT = 100
 HANG = "recovery.inject=[{at_step: 20, rank: 1, fault: hang, phase: reduce}]"
 
 
@@ -199,18 +205,65 @@ def test_a_node_that_boots_again_at_once_costs_the_run_one_job(cluster: Site) ->
     run.assert_state("finished")
 
 
-@pytest.mark.timeout(240)
-def test_a_lost_node_that_comes_back_costs_nothing(cluster: Site) -> None:
-    """The job has given it back: what Slurm does with it is its own."""
-    run = training(cluster, "comes-back", "cluster.spare_nodes=1")
+@pytest.mark.timeout(300)
+def test_a_lost_node_that_comes_back_costs_nothing_and_a_page_tells_of_all(
+    cluster: Site, tmp_path: Path
+) -> None:
+    """The job has given it back: what Slurm does with it is its own. Later the loss leaps."""
+    slow = SLOW_FIRST_ATTEMPT.partition("[")[2].removesuffix("]")
+    leaps = f"recovery.inject=[{slow}, {{attempt: 1, at_step: {SPIKE_AT}, rank: 1, fault: spike}}]"
+    back = ("recovery.loss_spike.action=roll_back", "recovery.loss_spike.window=8")
+    back += ("recovery.loss_spike.factor=100", "recovery.roll_back.steps_before=4")
+    back += ("recovery.straggler_every_steps=2",)
+    run = training(cluster, "comes-back", "cluster.spare_nodes=1", leaps, *back)
+    run.wait_for_steps(5)
     lost = run.fail_node(1)
     trains_again(run, 1)
     cluster.heal(lost)
     run.wait(lambda: cluster.about_node(lost, "%T") == "idle", "it is free for other jobs")
     run.wait_for_event("finished", 120)
     assert run.events("requeued") == []
-    assert len(run.events("attempt_started")) == 2
+    assert len(run.events("attempt_started")) == 3
     run.assert_state("finished")
+    page = run.dir.path / "report.html"
+    cluster.orchestra("report", run.dir.name)
+    (shown,) = data_of(page)["runs"]
+    assert_told(run, shown, lost)
+    with Browser(tmp_path) as browser:
+        assert_sound(browser, page)
+        assert [each for each in SECTIONS if not browser.value(f"!!document.getElementById('{each}')")] == []
+        for row, found in zip(shown["attempts"], texts(browser, "#attempts tbody tr"), strict=True):
+            told = [row[key] for key in ("cause", "host", "rule", "reason") if row["is_failure"]]
+            assert [each for each in told if each and each not in found] == [], found
+        assert "1 node loss cost" in texts(browser, ".verdict .sentence")[0]
+
+
+def assert_told(run: SubmittedRun, shown: Record, lost: str) -> None:
+    """Hold a page's data to the run's files, read here and not by the product."""
+    rows = list(read_json_lines(run.dir.metrics))
+    begins = {event["attempt"]: event["step"] for event in run.events("restored")}
+    decided = {event["attempt"]: event["rule"] for event in run.events("restarting")}
+    gone, leapt, ended = shown["attempts"]
+    assert (gone["kind"], gone["host"], gone["hosts"]) == ("node_lost", lost, run.hosts(0))
+    assert gone["replaced"] == [[lost, run.hosts(1)[1]]]
+    assert (leapt["kind"], leapt["is_planned"], ended["kind"]) == ("loss", True, "finished")
+    assert [gone["rule"], leapt["rule"]] == [decided[0], decided[1]]
+    reached = [max(row["step"] for row in rows if row["attempt"] == attempt) for attempt in (0, 1)]
+    assert gone["lost_steps"] >= reached[0] - begins[1] > 0
+    assert (reached[1], leapt["lost_steps"]) == (SPIKE_AT, SPIKE_AT - begins[2])
+    last = {row["step"]: row for row in sorted(rows, key=lambda row: row["attempt"])}
+    columns = shown["curves"]["columns"]
+    assert columns["step"] == sorted(last)
+    for key in ("loss", "grad_norm", "tokens_per_s", "step_time_s"):
+        assert columns[key] == pytest.approx([last[step][key] for step in columns["step"]], rel=1e-5)
+    assert shown["void"]["num_rows"] == len(rows) - len(last)
+    (job,) = json.loads(run.dir.record.read_text())["jobs"]
+    wall_s = max(event["time"] for event in run.events()) - job["submitted"]
+    assert shown["accounts"]["wall_s"] == pytest.approx(wall_s, abs=0.01)
+    committed = {(event["attempt"], event["step"]) for event in run.events("checkpoint_committed")}
+    saved = [each for each in shown["checkpoints"] if each["state"] == "committed"]
+    assert {(each["attempt"], each["step"]) for each in saved} == committed
+    assert {each["rank"] for each in shown["heat"]["ranks"]} == {0, 1}
 
 
 def left_at_once(cluster: Site, *words: str) -> None:

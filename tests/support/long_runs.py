@@ -17,6 +17,7 @@ from orchestra.run.paths import RunDir, Sweep, SweepDir, SweepMember, to_json
 BEGAN = 1.79e9
 STEP_S = 0.5
 START_S, RESTORE_S = 40.0, 6.0
+POWER_W = 600.0
 
 
 def lines(file: Path, records: Iterable[Record]) -> None:
@@ -66,7 +67,8 @@ def long_run(
         rank = rank_writer(attempt, 0)
         for step in range(begin + 1, end + 1):
             telling.now += STEP_S
-            rows.append(row(step, telling.now, attempt))
+            used = {"energy_j": POWER_W * STEP_S * 8 * nodes, "power_w": POWER_W}
+            rows.append(row(step, telling.now, attempt, **used))
             if step % back == 0:
                 facts = {"rank": 0, "step": step, "blocked_s": 0.25}
                 telling.tell(rank, attempt, "checkpoint_started", **facts)

@@ -61,11 +61,11 @@ def run(arguments: Namespace) -> int:
     targets = [resolve_target(text, arguments.dir) for text in arguments.runs]
     if arguments.serve:
         return _serve(targets, arguments)
-    data = page_data(targets, time.time())
+    place = arguments.output or targets[0].report
+    data = page_data(targets, time.time(), None if arguments.json else place.parent)
     if arguments.json:
         print(json.dumps(finite_or_null(data)))
         return EXIT_DONE
-    place = arguments.output or targets[0].report
     if arguments.output is None and len(targets) > 1:
         raise ConfigError("a page of several runs belongs to none of them; say where: -o FILE")
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -103,8 +103,11 @@ def _serve(targets: Sequence[Target], arguments: Namespace) -> int:
     return EXIT_DONE
 
 
-def page_data(targets: Sequence[Target], now: float) -> Record:
-    """Return a page's data: runs side by side, or one sweep. Raises ConfigError for a mixture of both."""
+def page_data(targets: Sequence[Target], now: float, page_folder: Path | None = None) -> Record:
+    """Return a page's data: runs side by side, or one sweep. Raises ConfigError for a mixture of both.
+
+    `page_folder`: where the page will lie, for its links; None: it has none.
+    """
     sweeps = [target for target in targets if isinstance(target, SweepDir)]
     runs = [target for target in targets if isinstance(target, RunDir)]
     if sweeps and len(targets) > 1:
@@ -114,7 +117,7 @@ def page_data(targets: Sequence[Target], now: float) -> Record:
         )
     if len(runs) > _MOST_RUNS:
         raise ConfigError(f"{len(runs)} runs: at most {_MOST_RUNS} stand side by side on one page")
-    pages = [run_page(read_run(each, now), now) for each in runs]
+    pages = [run_page(read_run(each, now), now, page_folder) for each in runs]
     configs = [page["config"] for page in pages]
     return {
         "version": _VERSION,

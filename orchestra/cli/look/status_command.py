@@ -27,6 +27,7 @@ from orchestra.cli.text.describe import (
     spent_lines,
     spent_record,
     sweep_summary,
+    used_lines,
 )
 from orchestra.cli.text.resolve import (
     TARGET_HELP,
@@ -41,6 +42,7 @@ from orchestra.recovery.incidents import Verdict, node_verdict
 from orchestra.report.attempts import RankProcess, rank_processes
 from orchestra.report.run_state import MemberState, RunState, SweepState, by_phase, waits_for_storage
 from orchestra.report.scheduler import read_states
+from orchestra.report.spending import read_spending
 from orchestra.run.config_file import read_config
 from orchestra.run.events import read_events
 from orchestra.run.metrics_file import eval_column
@@ -113,6 +115,7 @@ def _record(state: RunState | SweepState, *, with_accounts: bool) -> dict[str, o
         processes = [dataclasses.asdict(each) for each in _processes(state, run, newest_attempt(events))]
         more = {"processes": processes} if processes else {}
         more |= spent_record(run, events, state.state, time.time())
+        more["used"] = read_spending(run, events, state.state, time.time()).to_json()
     return {"kind": "run", **state.to_json(), **more}
 
 
@@ -164,7 +167,8 @@ def _of_run(state: RunState) -> list[str]:
     }
     spent = spent_lines(run, events, state.state, now) if events else []
     lines = [f"{word:<7} {text}" for word, text in facts.items() if text]
-    return [*lines, *attention_lines(events), *spent, *_next(state, run)]
+    used = used_lines(read_spending(run, events, state.state, now)) if state.attempts else []
+    return [*lines, *attention_lines(events), *spent, *used, *_next(state, run)]
 
 
 def _processes(state: RunState, run: RunDir, attempt: Attempt | None) -> list[RankProcess]:

@@ -28,7 +28,10 @@ _NAME = 22
 # Of an event, in the order in which they tell most.
 _TOLD = ("rank", "host", "step", "cause", "decision", "reason", "key", "message", "ratio", "seconds")
 # Events of every save and start that say nothing by themselves.
-_QUIET = ("checkpoint_started", "checkpoint_needs", "attention", "node_started", "save_interval")
+_QUIET = (
+    *("checkpoint_started", "checkpoint_needs", "attention", "node_started", "save_interval"),
+    "energy_unmeasured",
+)
 ALL_KEYS = "j k choose  Enter open  l logs  w why  r report  c cancel  q quit"
 RUN_KEYS = "l logs  w why  r report  c cancel  b all runs  q quit"
 TEXT_KEYS = "j k scroll  space page  b back  q quit"

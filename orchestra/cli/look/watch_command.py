@@ -379,7 +379,9 @@ class Watch:
     def _record(self, run: RunDir) -> None:
         """Write what is remembered into the run's events; what cannot be written stays for the next look."""
         remembered = self._remembered.get(run.path)
-        if self.is_dry or not remembered:
+        # A run that waits in the queue has no folder for events yet: it is its own to make.
+        waits = run.record.exists() and not run.events.exists()
+        if self.is_dry or not remembered or waits:
             return
         try:
             # No file stays open: a sweep has thousands of runs.

@@ -18,6 +18,7 @@ from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_DONE, EXIT_STOPPED
 from orchestra.recovery.incidents import Verdict
 from orchestra.report.attempts import read_accounts, slow_ranks
 from orchestra.report.run_state import FailedSaves, SweepState, failed_saves, fallback_of, name_of
+from orchestra.report.spending import Spending
 from orchestra.run.files import Record
 from orchestra.run.paths import RunDir, SweepDir, is_sweep
 from orchestra.run.record import RunPhase
@@ -299,6 +300,27 @@ def spent_lines(run: RunDir, events: Sequence[Record], state: RunPhase, now: flo
         more = [f"and {len(slow) - _NAMED} more"] if len(slow) > _NAMED else []
         lines += _labelled("slow", "; ".join([*named, *more]))
     return lines
+
+
+def used_lines(used: Spending) -> list[str]:
+    """Return in at most 80 columns what a run used: GPU-hours, energy and cost, or why they are not known."""
+    known: list[str] = []
+    unknown: dict[str | None, list[str]] = {}
+    if used.gpu_hours is not None:
+        known.append(f"{used.gpu_hours:.2f} GPU-hours")
+    else:
+        unknown.setdefault(used.no_gpu_hours, []).append("GPU-hours")
+    if used.cost is not None:
+        known.append(" ".join(filter(None, (f"{used.cost:.2f}", used.currency))))
+    else:
+        unknown.setdefault(used.no_cost, []).append("cost")
+    if used.joules is not None:
+        each = used.joules_per_token
+        known.append(f"{figures.quantity(used.joules)} J" + ("" if each is None else f", {each:.3g} a token"))
+    else:
+        unknown.setdefault(used.no_energy, []).append("energy")
+    words = [f"{' and '.join(names)} not measured ({why})" for why, names in unknown.items()]
+    return _labelled("used", "; ".join([*known, *words]))
 
 
 def spent_record(run: RunDir, events: Sequence[Record], state: RunPhase, now: float) -> Record:

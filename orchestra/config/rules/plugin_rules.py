@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from operator import attrgetter
 
 from conf.schema import Config, Offload, OptimConfig, PrecisionName
@@ -37,6 +38,16 @@ def rule_loss(config: Config, _: Situation) -> Iterator[str]:
         yield (
             f"precision.fp8_output=true rounds cross-entropy's gradients, and train.loss={train.loss} is "
             "another loss; use precision.fp8_output=false"
+        )
+
+
+def rule_tensorboard(config: Config, _: Situation) -> Iterator[str]:
+    # What an image holds is not known here; rank 0 says so then.
+    is_elsewhere = config.cluster.container.image is not None
+    if config.train.tensorboard and not is_elsewhere and find_spec("tensorboard") is None:
+        yield (
+            "train.tensorboard=true needs the package tensorboard, which is not installed; pip install "
+            "'orchestra-train[tensorboard]', or use train.tensorboard=false"
         )
 
 

@@ -147,6 +147,7 @@ _NOT_NEGATIVE = (
     "optim.min_lr",
     "optim.weight_decay",
     "optim.state_bytes_per_parameter",
+    "cluster.price_per_gpu_hour",
     "cluster.network.intra_node_latency_s",
     "cluster.network.inter_node_latency_s",
     "checkpoint.last_save_patience_s",
@@ -159,6 +160,7 @@ _NOT_NEGATIVE = (
 )
 # Texts that must say something where they are given.
 _NOT_EMPTY = (
+    "cluster.currency",
     "model.name",
     "model.init_from",
     "data.path",

@@ -18,7 +18,7 @@ MOST_ROWS = 2_000
 COLUMNS = (
     *("step", "time", "tokens", "loss", "grad_norm", "lr", "tokens_per_s", "mfu", "mfu_causal", "hfu"),
     *("step_time_s", "data_time_s", "memory_peak_bytes", "goodput", "attempt"),
-    # Of whoever measures it: `orchestra.train` writes neither where nothing can be read.
+    # Null where nothing can be read.
     *("energy_j", "power_w"),
 )
 _EXTREMES: tuple[tuple[Callable[..., Record], str], ...] = (

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from conf.schema import Fault
 from orchestra.recovery.accounting import AttemptTimes
 from orchestra.report.attempts import EndedAttempt
 from orchestra.report.run_state import failed_save, passed_over
@@ -45,7 +46,7 @@ def attempt_rows(times: Sequence[AttemptTimes], ended: Sequence[EndedAttempt], b
                 "hosts": [str(host) for host in hosts] if isinstance(hosts, list) else [],
                 "job": start.get("job") if isinstance(start.get("job"), str) else None,
                 "ranks": _num_ranks(start),
-                **_ending(end),
+                **_ending(end, attempt.attempt.named("fault_injected")),
                 **_cost(attempt, end, following),
             }
         )
@@ -67,14 +68,15 @@ def _reached(attempt: AttemptTimes, end: EndedAttempt | None) -> int | None:
     return max(steps, default=None)
 
 
-def _ending(end: EndedAttempt | None) -> Record:
+def _ending(end: EndedAttempt | None, planned: Sequence[Record]) -> Record:
     if end is None:
         return {"kind": None, "is_failure": False}
     incident = end.incident
     return {
         "kind": incident.kind.value,
         "is_failure": incident.is_failure,
-        "is_planned": incident.rehearsed,
+        # A planned delay ends no attempt: what did came by itself.
+        "is_planned": any(event.get("fault") != Fault.slow.name for event in planned),
         "cause": incident.cause,
         "rank": incident.rank,
         "host": incident.host,

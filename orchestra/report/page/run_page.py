@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from conf.schema import Config
@@ -20,10 +21,12 @@ from orchestra.report.page.configurations import changes_between_attempts, flat_
 from orchestra.report.page.curves import curves, void_curve
 from orchestra.report.page.life import attempt_rows, checkpoint_rows, node_rows, passed_over_checkpoints
 from orchestra.report.page.own_times import heat_map, slow_ones
+from orchestra.report.page.traces import trace_rows
 from orchestra.report.page.verdict import Facts, verdict
 from orchestra.report.run_state import RunState, median_of, read_state
+from orchestra.report.spending import spending
 from orchestra.run.config_file import read_config
-from orchestra.run.events import is_number, read_events
+from orchestra.run.events import is_number, is_whole, read_events
 from orchestra.run.files import Record, read_json_lines
 from orchestra.run.metrics_file import rows_that_count, wall_begin
 from orchestra.run.paths import RunDir
@@ -88,8 +91,8 @@ def read_run(run: RunDir, now: float) -> RunFiles:
     return RunFiles(run, state, record, events, all_rows, rows, config, notes)
 
 
-def run_page(files: RunFiles, now: float) -> Record:
-    """Return all that a page shows of one run, as JSON."""
+def run_page(files: RunFiles, now: float, page_folder: Path | None = None) -> Record:
+    """Return all that a page shows of one run, as JSON. `page_folder`: where the page will lie, if known."""
     state, events = files.state, files.events
     accounts = account(
         events,
@@ -142,7 +145,8 @@ def run_page(files: RunFiles, now: float) -> Record:
         "passed_over": passed_over_checkpoints(events),
         "newest_checkpoint": _age(checkpoints, files.began, end),
         "profile": _profile(files.run),
-        "energy": _energy(files.rows),
+        "traces": trace_rows(files.run, page_folder),
+        "used": _used(files, config, now),
         "config": flat_config(files.run.config),
         "changes": changes_between_attempts(files.run),
         "overrides": shown_overrides([str(each) for each in files.record.get("overrides") or []]),
@@ -209,10 +213,9 @@ def _profile(run: RunDir) -> Record | None:
     return {**dataclasses.asdict(shares), "parts_s": parts, "hidden_share": shares.hidden_share}
 
 
-def _energy(rows: Sequence[Record]) -> Record | None:
-    """Return the joules that the rows tell, where whoever trained could read them; None: not measured."""
-    joules = [row["energy_j"] for row in rows if is_number(row.get("energy_j"))]
-    tokens = [row["tokens"] for row in rows if is_number(row.get("tokens"))]
-    if not joules:
-        return None
-    return {"joules": sum(joules), "joules_per_token": sum(joules) / tokens[-1] if tokens else None}
+def _used(files: RunFiles, config: Config | None, now: float) -> Record:
+    """Return what the run used so far: GPU-hours, energy and cost, or why they are not known."""
+    tokens = [row["tokens"] for row in files.rows[-1:] if is_whole(row.get("tokens"))]
+    until = None if files.state.state.is_over else now
+    used = spending(files.events, files.all_rows, tokens[0] if tokens else None, config, until)
+    return used.to_json()

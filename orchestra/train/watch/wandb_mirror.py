@@ -35,7 +35,7 @@ import orchestra
 from conf.schema import Config, WandbConfig, WandbMode
 from orchestra.run.config_file import read_config
 from orchestra.run.control import stop_requests
-from orchestra.run.events import EventWriter, event_files, is_whole, rank_writer, read_events
+from orchestra.run.events import EventWriter, event_files, is_number, is_whole, rank_writer, read_events
 from orchestra.run.files import JsonLinesReader, Record
 from orchestra.run.metrics_file import MFU_CONVENTION, rows_that_count, sound_row
 from orchestra.run.paths import RunDir
@@ -71,6 +71,8 @@ _EVENT_COLUMNS = (
 _TOLD_CHARACTERS = 500
 # What `orchestra watch --wandb` writes, in files that begin so.
 _ALERT_WRITERS, _ALERTS, _ALERTS_S = "watch.", ("alert_raised", "alert_ended"), 10.0
+# The own step time of each host, that of its slowest rank, with the newest rows; hosts beyond are left out.
+_OWN_TIMES, _OWN_TIMES_S, _MOST_HOSTS = "own_step_s/", 10.0, 64
 # Of wandb.finish_timeout_s, for making the report of a run that has finished.
 _REPORT_SHARE = 0.3
 # The mirror gives up by itself this long before the trainer would kill it, to say why in its log.
@@ -185,21 +187,24 @@ def mirror(run: RunDir, attempt: int) -> int:
     # At normal priority: a run that is short, on a busy machine, would be over before wandb has opened it.
     wandb_run, code = _open(run, config, attempt)
     ending.lower_priority()
-    rows, alerts = _Rows(run, attempt), _Alerts(run)
+    rows, alerts, own_times = _Rows(run, attempt), _Alerts(run), _OwnTimes(run, attempt)
+    beside: Record = {}
     last_step, is_last, is_superseded = wandb_run.starting_step - 1, False, False
     last_row: Record | None = None
     while not is_superseded:
         had_begun = rows.has_begun
+        beside |= own_times.new(is_last=is_last)
         for row in rows.new(is_last=is_last):
             if row["step"] > last_step:
-                _log(wandb_run, row)
+                _log(wandb_run, {**row, **beside})
+                beside = {}
                 last_step, last_row = row["step"], row
         if rows.has_begun and not had_begun:
-            _remove_older_folders(run, wandb_run)
+            _remove_older_folders(run, wandb_run, attempt)
         for title, text in alerts.new():
             wandb_run.alert(title, text)
         if is_last:
-            _log_events(wandb_run, run, last_row)
+            _log_events(wandb_run, run, last_row, beside)
             _log_report(wandb_run, run, attempt, config.finish_timeout_s)
             break
         is_last = ending.wait(_POLL_S)
@@ -280,19 +285,53 @@ class _Alerts:
         ]
 
 
-def _remove_older_folders(run: RunDir, wandb_run: Any) -> None:
-    """Remove what earlier attempts recorded offline: this one's folder holds all of it that counts."""
+class _OwnTimes:
+    """The own step times that the ranks of an attempt have written since this mirror last looked."""
+
+    def __init__(self, run: RunDir, attempt: int) -> None:
+        self._run, self._attempt = run, attempt
+        self._readers: dict[Path, JsonLinesReader] = {}
+        self._looked_at = -math.inf
+
+    def new(self, *, is_last: bool) -> Record:
+        """Return columns: of each host the newest time of its slowest rank; none where there is no newer."""
+        now = time.monotonic()
+        if not is_last and now - self._looked_at < _OWN_TIMES_S:
+            return {}
+        self._looked_at = now
+        slowest: dict[str, float] = {}
+        try:
+            files = sorted(self._run.times.glob(f"{rank_writer(self._attempt, 0).partition('.')[0]}.*.jsonl"))
+        except OSError:
+            return {}
+        for file in files:
+            for line in self._readers.setdefault(file, JsonLinesReader(file)).read_new()[-1:]:
+                seconds, host = line.get("own_s"), line.get("host")
+                if isinstance(seconds, list) and seconds and is_number(seconds[-1]) and isinstance(host, str):
+                    slowest[host] = max(seconds[-1], slowest.get(host, 0.0))
+        return {f"{_OWN_TIMES}{host}": slowest[host] for host in sorted(slowest)[:_MOST_HOSTS]}
+
+
+def _remove_older_folders(run: RunDir, wandb_run: Any, attempt: int) -> None:
+    """Remove what earlier attempts recorded offline: this one's folder holds all of it that counts.
+
+    wandb names folders by its host's clock, which says nothing of another host's. A newer attempt makes its
+    own after its claim: where none is claimed once they were listed, all others are older.
+    """
     if not wandb_run.offline:
         return
     own = Path(wandb_run.dir).parent.name
-    for folder in run.wandb.glob(f"offline-run-*-{wandb_run.id}"):
-        # wandb names them by the time.
-        if folder.name < own:
-            shutil.rmtree(folder, ignore_errors=True)
+    others = [each for each in run.wandb.glob(f"offline-run-*-{wandb_run.id}") if each.name != own]
+    if _is_superseded(run, attempt):
+        return
+    for folder in others:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-def _log_events(wandb_run: Any, run: RunDir, last_row: Record | None) -> None:
-    """Log the run's events as a table, beside the last row. What only developers read is left out."""
+def _log_events(wandb_run: Any, run: RunDir, last_row: Record | None, more: Record) -> None:
+    """Log the run's events as a table, beside the last row, with `more` columns. What only developers read is
+    left out.
+    """
     import wandb
 
     if last_row is None:
@@ -301,7 +340,7 @@ def _log_events(wandb_run: Any, run: RunDir, last_row: Record | None) -> None:
     table = wandb.Table(columns=list(_EVENT_COLUMNS), data=events, allow_mixed_types=True)
     # In the row's own record, at its own time.
     stamp = {"_timestamp": last_row["time"]} if "time" in last_row else {}
-    wandb_run.log({"events": table, **stamp}, step=last_row["step"])
+    wandb_run.log({"events": table, **more, **stamp}, step=last_row["step"])
 
 
 def _told(value: object) -> object:

@@ -105,6 +105,19 @@ def one_spike(run: RecordedRun) -> RecordedRun:
     return run.start().train(300, lambda step: 7.0 if step == 230 else FALLING(step))
 
 
+def told_spike(run: RecordedRun) -> RecordedRun:
+    """Between two logged rows: the run alone has seen it."""
+    return steady(run).write("loss_spike", rank=0, step=290, loss=70.0).train(10, FALLING)
+
+
+def told_spike_made_void(run: RecordedRun) -> RecordedRun:
+    """Another attempt trains these steps again, and passes over what made the loss leap."""
+    told_spike(run).fail()
+    run.step = 280
+    run.start().write("restored", rank=0, step=280, seconds=1.0)
+    return run.train(30, FALLING)
+
+
 def not_finite(run: RecordedRun) -> RecordedRun:
     return steady(run).train(1, lambda _: float("nan"))
 
@@ -185,6 +198,10 @@ CASES: dict[str, tuple[Story, Story]] = {
 }
 
 
+# A second way into the same alert.
+MORE_CASES = {"loss_spikes": (told_spike, told_spike_made_void)}
+
+
 @pytest.fixture
 def recorded(tmp_path: Path) -> RecordedRun:
     return RecordedRun(tmp_path)
@@ -206,6 +223,13 @@ def test_it_fires_with_evidence_a_time_and_advice(recorded: RecordedRun, key: st
 def test_it_does_not_fire_where_it_is_close(recorded: RecordedRun, key: str) -> None:
     _, does_not = CASES[key]
     assert key not in does_not(recorded).alerts()
+
+
+@pytest.mark.parametrize("key", MORE_CASES)
+def test_so_do_other_signs_of_it(tmp_path: Path, key: str) -> None:
+    fires, does_not = MORE_CASES[key]
+    assert key in fires(RecordedRun(tmp_path / "fires")).alerts()
+    assert key not in does_not(RecordedRun(tmp_path / "does not")).alerts()
 
 
 def test_a_steady_run_has_no_alert(recorded: RecordedRun) -> None:

@@ -310,6 +310,13 @@ def test_a_sweep_is_watched_with_its_members(
     assert of_sweep["name"] == "lr-sweep"
     assert [alert["detector"] for alert in of_sweep["alerts"]] == ["sweep"]
     assert "1 of 2 members that ended went wrong" in of_sweep["alerts"][0]["evidence"]
+    (_, waiting) = orchestra.json("watch", "lr-sweep", "--disk-gib", "1e9", "--once", code=EXIT_ALERT)
+    assert (waiting["name"], [alert["detector"] for alert in waiting["alerts"]]) == (
+        "lr-sweep/002",
+        ["disk", "disk"],
+    )
+    assert read_events(RunDir(sweep.path), ("alert_raised",))
+    assert not sweep.member(2).events.exists(), "its own to make"
 
 
 _NOTED = ("sweep.json", "alerts cannot be recorded: File too large", "orchestra.prom")

@@ -365,6 +365,7 @@ ELSEWHERE = {
     "rule_cores",
     "rule_memory",
     "rule_compile_tools",
+    "rule_tensorboard",
     "rule_checkpoint_space",
     "rule_checkpoint_memory",
     "rule_init_from",

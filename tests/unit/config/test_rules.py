@@ -19,6 +19,7 @@ from orchestra.config.keys import known_keys
 from orchestra.config.machine import Situation, resolved, signature, this_machine, world_size
 from orchestra.config.rules import value_rules
 from orchestra.config.rules.all_rules import RULES, problems_of
+from orchestra.config.rules.plugin_rules import rule_tensorboard
 
 CPU = Situation("run", num_gpus=0)
 PLAN = Situation("plan", num_gpus=0)
@@ -186,6 +187,18 @@ def test_compiling_without_a_compiler_is_refused_where_it_would_start(
         [True] if is_refused else []
     )
     assert broken({"train.compile": "auto"}, situation) == []
+
+
+@pytest.mark.parametrize(("is_there", "image", "problems"), [(0, None, 1), (1, None, 0), (0, "an.sqsh", 0)])
+def test_tensorboard_is_missed_before_anything_starts(
+    is_there: int, image: str | None, problems: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {"name": object() if is_there else None}
+    monkeypatch.setattr("orchestra.config.rules.plugin_rules.find_spec", lambda _: found["name"])
+    config = changed({"train.tensorboard": True, "cluster.container.image": image})
+    said = [*rule_tensorboard(config, CPU)]
+    assert len(said) == problems
+    assert all("pip install 'orchestra-train[tensorboard]'" in problem for problem in said)
 
 
 def met(changes: Change, situation: Situation) -> Config:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ from orchestra.run.config_file import write_config
 from orchestra.run.events import EventWriter, node_writer, rank_writer, read_events
 from orchestra.run.files import JsonLinesWriter, Record
 from orchestra.run.paths import RunDir
+from orchestra.run.step_times import StepTimesFile
 from orchestra.train.watch.wandb_mirror import WandbMirror
 from tests.support.waiting import eventually
 
@@ -107,6 +109,10 @@ def recorded_steps(run: RunDir) -> list[int]:
 
 def test_offline_run_holds_every_row_written_before_close(run: RunDir) -> None:
     trainer = begin(run, mode=WandbMode.offline, project="probe", tags=["one", "two"])
+    for rank, seconds in ((0, 0.1), (1, 0.25)):
+        times = StepTimesFile(run, 0, rank)
+        times.add(300, seconds)
+        times.close()
     trainer.finish(range(1, 301))
     (file,) = offline_files(run)
     assert file.name == "run-abcd1234.wandb"
@@ -115,6 +121,8 @@ def test_offline_run_holds_every_row_written_before_close(run: RunDir) -> None:
     assert [row["loss"] for row in rows] == [5.0 / step for step in range(1, 301)]
     assert [row["_timestamp"] for row in rows] == [1.7e9 + step for step in range(1, 301)]
     assert "lr" not in rows[0]
+    # Of the host's slowest rank.
+    assert [each for row in rows if (each := row.get(f"own_step_s/{socket.gethostname()}"))] == [0.25]
     assert failures(run) == []
 
 
@@ -139,6 +147,9 @@ def test_two_kills_and_a_roll_back_make_one_run_with_each_step_once(
     third.finish(range(11, 19))
     EventWriter(run, rank_writer(2, 1), 2, rank=1).write("roll_back", step=18, to=10, cause="loss spike")
     sleep_into_the_next_second()
+    # As on a host whose clock is far ahead.
+    (folder,) = [file.parent for file in offline_files(run)]
+    folder.rename(folder.with_name("offline-run-29990101_000000-abcd1234"))
     fourth = begin(run, 3, 10, mode=WandbMode.offline)
     # Whoever stood still meanwhile adds rows of an older attempt.
     third.metrics = JsonLinesWriter(run.metrics)

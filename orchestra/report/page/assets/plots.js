@@ -341,7 +341,7 @@ function hostLabels(heat, row, top, left) {
     if (isNew && index) labels.push(svg("line", { class: "axis", x1: 0, x2: left - 6, y1: at - 0.5, y2: at - 0.5 }));
     if (at - lowest < 13 || (!isNew && row < 13)) return;
     lowest = at;
-    labels.push(svg("text", { class: "strong", x: left - 8, y: at + Math.min(row, 14) / 2 + 4, "text-anchor": "end" }, row >= 13 ? `${isNew ? `${each.host}  ` : ""}${each.rank}` : each.host));
+    labels.push(svg("text", { class: "strong", x: left - 8, y: at + 12, "text-anchor": "end" }, row >= 13 ? `${isNew ? `${each.host}  ` : ""}${each.rank}` : each.host));
   });
   return labels;
 }

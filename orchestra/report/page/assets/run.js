@@ -306,24 +306,51 @@ function expertSection(runs) {
   return section("experts", "Experts", parts);
 }
 
+function tracesOf(run) {
+  const columns = [
+    { key: "first_step", title: "steps", show: (value, row) => `${value} to ${row.last_step}` },
+    { key: "rank", title: "rank", show: String },
+    { key: "name", title: "file", isText: true, isWide: true, show: (name, row) => (row.link ? el("a", { href: row.link }, name) : name) },
+    { key: "kind", title: "what it is", isText: true },
+    { key: "bytes", title: "size", show: format.bytes },
+  ];
+  return [
+    el("p", { class: "quiet" }, "A trace opens in a browser: go to ui.perfetto.dev and drop the file there, as it is. Perfetto reads it on your machine and uploads nothing. A memory history opens the same way at pytorch.org/memory_viz. Links work for as long as the page lies where it was written."),
+    table(columns, run.traces, { label: `Traces of ${run.name}`, most: 12 }),
+  ];
+}
+
+function sharesOf(run, runs) {
+  const profile = run.profile;
+  const items = Object.entries(profile.parts_s).map(([name, value]) => ({ name, value, share: value / profile.step_s }));
+  const columns = [{ key: "name", title: "part", isText: true }, { key: "value", title: "a step", show: format.seconds }, { key: "share", title: "share", show: format.percent }];
+  const sent = Object.entries(profile.bytes_sent || {}).map(([kind, size]) => `${kind} ${format.bytes(Math.round(size))}`).join(", ");
+  return [
+    el("p", { class: "quiet" }, `${runs.length > 1 ? `${run.name}: ` : ""}steps ${profile.first_step} to ${profile.last_step} of rank ${profile.rank}, ${format.seconds(profile.step_s)} a step`, isNumber(profile.hidden_share) ? `; ${format.percent(profile.hidden_share)} of the communication hidden` : "", sent ? `; sent a step: ${sent}` : "", "."),
+    bars({ title: "Parts of a step", items, show: (value) => `${format.seconds(value)}` }),
+    table(columns, items, { label: `Parts of a step of ${run.name}`, isSortable: false }),
+  ];
+}
+
 function profileSection(runs) {
-  const known = runs.filter((run) => run.profile);
-  if (!known.length) return section("profile", "Profile", el("p", { class: "quiet" }, `${NOT_MEASURED}: train.profile.enabled=true traces a few steps`));
-  return section("profile", "Profile", known.map((run) => {
-    const profile = run.profile;
-    const items = Object.entries(profile.parts_s).map(([name, value]) => ({ name, value }));
-    return el("figure", { id: `profile-${run.name}` }, el("p", { class: "quiet" }, `${runs.length > 1 ? `${run.name}: ` : ""}steps ${profile.first_step} to ${profile.last_step} of rank ${profile.rank}, ${format.seconds(profile.step_s)} a step`, isNumber(profile.hidden_share) ? `; ${format.percent(profile.hidden_share)} of the communication hidden` : ""), bars({ title: "Parts of a step", items, show: (value) => `${format.seconds(value)}` }));
-  }));
+  const known = runs.filter((run) => run.profile || run.traces.length);
+  if (!known.length) return section("profile", "Profile", el("p", { class: "quiet" }, prose(`${NOT_MEASURED}: train.profile.enabled=true traces a few steps, \`orchestra profile RUN\` those of a run that trains`)));
+  return section("profile", "Profile", known.map((run) => el("figure", { id: `profile-${run.name}` }, run.profile ? sharesOf(run, runs) : null, run.traces.length ? tracesOf(run) : null)));
 }
 
 function energySection(runs) {
   const items = runs.map((run) => {
-    const hours = run.figures.ranks ? (run.figures.ranks * run.accounts.wall_s) / 3600 : null;
-    const joules = run.energy ? `${format.quantity(run.energy.joules)}J, ${isNumber(run.energy.joules_per_token) ? `${format.small(run.energy.joules_per_token)} J a token` : ""}` : NOT_MEASURED;
-    const shown = [["Energy", joules, null], ["Device hours", isNumber(hours) ? digits(hours) : NOT_MEASURED, "ranks × wall time"], ["Cost", NOT_MEASURED, "orchestra knows no prices"]];
+    const used = run.used;
+    const perToken = isNumber(used.joules_per_token) ? `${format.small(used.joules_per_token)} J a token that counts` : null;
+    const shown = [
+      ["Energy of the GPUs", isNumber(used.joules) ? `${format.quantity(used.joules)}J` : NOT_MEASURED, used.no_energy || perToken],
+      ["GPU-hours", isNumber(used.gpu_hours) ? digits(used.gpu_hours) : NOT_MEASURED, used.no_gpu_hours || "held by the run: starts, restarts and spare nodes too"],
+      ["Cost", isNumber(used.cost) ? [used.cost.toLocaleString("en-US", { minimumFractionDigits: 2, maximumFractionDigits: 2 }), used.currency].filter(Boolean).join(" ") : NOT_MEASURED, used.no_cost || "GPU-hours × cluster.price_per_gpu_hour"],
+    ];
     return [runs.length > 1 ? el("h3", null, run.name) : null, el("dl", { class: "figures" }, shown.map(([title, value, note]) => el("div", null, el("dt", null, title), el("dd", null, value, note ? el("small", null, note) : null))))];
   });
-  return section("energy", "Energy and cost", items);
+  const power = stepPlot(runs, "power_w", { title: "Power of a GPU", unit: "watts, mean since the reading before", show: format.small, fromZero: true });
+  return section("energy", "Energy and cost", items, power ? el("div", { class: "plots" }, power) : null);
 }
 
 function keyTable(titles, keys, label) {

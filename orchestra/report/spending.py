@@ -1,0 +1,128 @@
+"""What a run used: GPU-hours, energy, cost, each with a reason where it is not known. Pure but for
+`read_spending`.
+
+Shown by `orchestra report` and `orchestra status RUN`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from conf.schema import Config, Device
+from orchestra.errors import ConfigError
+from orchestra.recovery.accounting import AttemptTimes, attempt_times
+from orchestra.run.config_file import read_config
+from orchestra.run.events import is_number, is_whole
+from orchestra.run.files import Record, read_json_lines
+from orchestra.run.metrics_file import rows_that_count
+from orchestra.run.paths import RunDir
+from orchestra.run.record import RunPhase
+from orchestra.run.run_lineage import lineage_of
+
+
+@dataclass(frozen=True)
+class Spending:
+    """Sums over all attempts so far. None: not known, and the field beside it says why.
+
+    `gpu_hours` are those that the run held, its starts, restarts and spare nodes included, the queue not.
+    `joules` are those up to the last row of each attempt, of steps that were trained again too;
+    `joules_per_token` divides them by the tokens that count.
+    """
+
+    gpu_hours: float | None = None
+    no_gpu_hours: str | None = None
+    cost: float | None = None
+    currency: str | None = None
+    no_cost: str | None = None
+    joules: float | None = None
+    joules_per_token: float | None = None
+    no_energy: str | None = None
+
+    def to_json(self) -> Record:
+        """Return all fields."""
+        return dataclasses.asdict(self)
+
+
+def spending(
+    events: Sequence[Record],
+    all_rows: Sequence[Record],
+    tokens: int | None,
+    config: Config | None,
+    now: float | None,
+) -> Spending:
+    """Sum what a run used up to `now`, or to its end (None). `tokens`: those that count."""
+    hours, no_hours = _gpu_hours(events, attempt_times(events, all_rows), config, now)
+    joules, no_energy = _joules(events, all_rows)
+    price = None if config is None else config.cluster.price_per_gpu_hour
+    no_cost = "cluster.price_per_gpu_hour is not set" if price is None else no_hours
+    return Spending(
+        gpu_hours=hours,
+        no_gpu_hours=no_hours,
+        cost=None if price is None or hours is None else price * hours,
+        currency=None if config is None else config.cluster.currency,
+        no_cost=no_cost,
+        joules=joules,
+        joules_per_token=joules / tokens if joules is not None and tokens else None,
+        no_energy=no_energy,
+    )
+
+
+def read_spending(run: RunDir, events: Sequence[Record], state: RunPhase, now: float) -> Spending:
+    """Read the rows and the configuration of a run in `state`, and sum what it used up to `now`."""
+    rows = list(read_json_lines(run.metrics))
+    counting = rows_that_count(rows, lineage_of(events))
+    tokens = [row["tokens"] for row in counting[-1:] if is_whole(row.get("tokens"))]
+    try:
+        config = read_config(run.config)
+    except ConfigError:
+        config = None
+    return spending(events, rows, tokens[0] if tokens else None, config, None if state.is_over else now)
+
+
+def _joules(events: Iterable[Record], rows: Iterable[Record]) -> tuple[float | None, str | None]:
+    known = [row["energy_j"] for row in rows if is_number(row.get("energy_j"))]
+    causes = [str(event.get("cause")) for event in events if event["event"] == "energy_unmeasured"]
+    if known and not causes:
+        return sum(known), None
+    if causes:
+        # A sum that lacks a part would be read as the whole.
+        return None, causes[-1]
+    return None, "no row tells it: too short, or of an older version"
+
+
+def _gpu_hours(
+    events: Sequence[Record], times: Sequence[AttemptTimes], config: Config | None, now: float | None
+) -> tuple[float | None, str | None]:
+    devices = {event.get("device") for event in events if event["event"] == "training_started"}
+    if devices == {"cpu"} or (not devices and config is not None and config.cluster.device is Device.cpu):
+        return None, "its ranks are on CPUs"
+    if not times:
+        return 0.0, None
+    seconds = 0.0
+    for index, attempt in enumerate(times):
+        following = times[index + 1] if index + 1 < len(times) else None
+        gpus = _gpus_held(attempt, times[:index], config)
+        if gpus is None:
+            return None, f"attempt {attempt.attempt.number} does not say how many ranks it had"
+        end = attempt.end
+        if following is not None and following.is_same_start(attempt):
+            end = following.started
+        elif following is None and now is not None and attempt.ended is None:
+            end = now
+        seconds += gpus * max(0.0, end - attempt.started)
+    return seconds / 3600.0, None
+
+
+def _gpus_held(attempt: AttemptTimes, before: Sequence[AttemptTimes], config: Config | None) -> float | None:
+    """Return the GPUs of an attempt's nodes and of the spare nodes that its job still has idle."""
+    nodes, ranks = (attempt.attempt.start.get(key) for key in ("nodes", "ranks_per_node"))
+    if not is_whole(nodes) or not is_whole(ranks):
+        return None
+    spares = 0 if config is None or attempt.job is None else config.cluster.spare_nodes
+    of_job = [each for each in before if each.is_same_start(attempt)]
+    spares -= sum(len(each.attempt.named("node_replaced")) for each in of_job)
+    shared = attempt.attempt.named("devices_shared")
+    per_gpu = shared[-1].get("ranks") if shared else 1
+    return (nodes + max(0, spares)) * ranks / (per_gpu if is_whole(per_gpu) and per_gpu else 1)
