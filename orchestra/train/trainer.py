@@ -242,10 +242,10 @@ class Trainer:
         """Decide where the run goes back to; return the error that ends the attempt. *Collective*."""
         # It waits for the save under way, which takes as long as the storage needs.
         self.hooks.enter(Phase.commit, step)
-        size = self.built.batch.global_batch_size
+        ramp = self.built.batches.ramp
         # The data of the last bad step ends before that of the steps that were trained since.
-        reached = batch.position - (step - bad.last) * size
-        return self.checkpoints.roll_back(bad, reached, size)
+        reached = batch.position - (ramp.sequences_through(step) - ramp.sequences_through(bad.last))
+        return self.checkpoints.roll_back(bad, reached, ramp)
 
     def _request(self, step: int) -> StopRequest:
         """Return the request that ends the training after `step`; rank 0 records it. *Collective*."""
@@ -313,7 +313,7 @@ def assemble(config: Config, mesh: Mesh, ranks: RankEnvironment, rank: RankAttem
     before_steps.enter(Phase.restore)
     begin = checkpoints.begin(lambda: before_steps.enter(Phase.restore))
     _refuse_past_end(config.train.steps, begin)
-    loader = build_loader(config, mesh, built.batch, begin.samples, begin.left_out)
+    loader = build_loader(config, mesh, built.batches, begin.step, begin.samples, begin.left_out)
     stopping = _stopping(config, mesh, peers, rank)
     events_of_rank_0 = rank.events if mesh.rank == 0 else None
     clock = DeviceClock() if mesh.device.type == "cuda" else HostClock()
@@ -512,7 +512,7 @@ def _metrics(
     overflows = OverflowLog(step.loss_scale, rank.events)
     callbacks = build_callbacks(config, begin.callbacks)
     file = JsonLinesWriter(rank.run.metrics)
-    return MetricsLog(meter, file, overflows, built.batch.tokens_per_step, callbacks)
+    return MetricsLog(meter, file, overflows, built.batches, callbacks)
 
 
 def run_rank(run: RunDir, attempt: int, from_memory: int | None = None, heart: Heart | None = None) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -13,6 +14,7 @@ from conf.schema import (
     Family,
     Offload,
     PrecisionName,
+    RampRate,
     Recompute,
     Scaling,
 )
@@ -314,16 +316,48 @@ def rule_batch(config: Config, _: Situation) -> Iterator[str]:
     train = config.train
     if not _positive(train.seq_len):
         return
-    tokens = train.global_batch_tokens
-    if tokens is not None and (tokens < train.seq_len or tokens % train.seq_len):
+    named = {"train.global_batch_tokens": train.global_batch_tokens}
+    if train.batch_ramp:
+        named = {
+            f"train.batch_ramp[{number}].global_batch_tokens": stage.global_batch_tokens
+            for number, stage in enumerate(train.batch_ramp)
+        }
+    parts = {name: tokens for name, tokens in named.items() if tokens is not None and tokens % train.seq_len}
+    for name, tokens in parts.items():
         if tokens >= 1:
             yield (
-                f"train.global_batch_tokens={tokens} is not a whole number of sequences of "
+                f"{name}={tokens} is not a whole number of sequences of "
                 f"train.seq_len={train.seq_len}; use {listed(nearest_multiples(tokens, train.seq_len))}"
             )
+    if parts or any(tokens is not None and tokens < 1 for tokens in named.values()):
         return
     # Where the layout is not known or itself wrong, what must hold for any is checked.
     yield from batch_problems(train, data_parallel(config) or 1)
+
+
+def rule_batch_ramp(config: Config, _: Situation) -> Iterator[str]:
+    ramp = config.train.batch_ramp
+    if not ramp:
+        if config.optim.batch_ramp_lr is not RampRate.none:
+            yield (
+                f"optim.batch_ramp_lr={config.optim.batch_ramp_lr.name} without train.batch_ramp: the batch "
+                "does not change; give a ramp, or use optim.batch_ramp_lr=none"
+            )
+        return
+    if ramp[0].tokens != 0:
+        yield f"train.batch_ramp[0].tokens={ramp[0].tokens}: a run begins at 0 tokens; use tokens: 0"
+    for number, (before, stage) in enumerate(itertools.pairwise(ramp), 1):
+        for name in ("tokens", "global_batch_tokens"):
+            low, found = getattr(before, name), getattr(stage, name)
+            if found <= low:
+                yield (
+                    f"train.batch_ramp[{number}].{name}={found} is not above the {low} of the batch before; "
+                    "use one that is larger, or leave that batch out"
+                )
+    for number, stage in enumerate(ramp):
+        if stage.global_batch_tokens < 1:
+            name = f"train.batch_ramp[{number}].global_batch_tokens"
+            yield f"{name}={stage.global_batch_tokens} is too small; use 1 or more"
 
 
 def rule_recompute(config: Config, _: Situation) -> Iterator[str]:
