@@ -495,6 +495,9 @@ class TrainConfig:
     # have what compiling needs.
     compile: bool | str = "auto"
     log_every: int = 1
+    # Measure the gradient's noise in every so many steps, from gradients that are there anyway; null: never.
+    # The report then says what batch would still pay.
+    noise_scale_every: int | None = None
     seed: int = 0
     # Bit-identical repeats: deterministic kernels, fixed reduction order.
     deterministic: bool = False

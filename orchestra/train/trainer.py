@@ -78,6 +78,7 @@ from orchestra.train.stopping import RequestWatch, SaveClock, Stopping
 from orchestra.train.watch.bad_losses import NonFiniteGuard, OverflowLog
 from orchestra.train.watch.flight_recorder import answer_for_collectives
 from orchestra.train.watch.inject_faults import Faults
+from orchestra.train.watch.noise_scale import NoiseScale
 from orchestra.train.watch.profile import StepProfiler
 from orchestra.train.watch.replay import Replay, ReplayError
 from orchestra.train.watch.source_losses import SourceLosses, build_source_losses
@@ -124,6 +125,8 @@ class Trainer:
     profiler: StepProfiler
     # None where the data has one source alone.
     sources: SourceLosses | None
+    # None where it is not measured.
+    noise: NoiseScale | None
     # Rank 0's; None on the others.
     metrics: MetricsLog | None
     # None without held-out data.
@@ -195,6 +198,8 @@ class Trainer:
         is_row = is_logged or verdict is not None
         if is_row and self.sources is not None:
             self._show(self.sources.columns(trained))
+        if is_row and self.noise is not None and self.metrics is not None:
+            self._show(self.noise.columns())
         balance = self.built.parallelized.expert_balance
         if is_row and balance is not None and self.metrics is not None:
             self._show(balance.columns())
@@ -329,7 +334,11 @@ def assemble(config: Config, mesh: Mesh, ranks: RankEnvironment, rank: RankAttem
     replay = build_replay(config, mesh, built, peers, events_of_rank_0, begin, rank.attempt)
     guard = _nonfinite_guard(config, built, rank.events, begin)
     sources = build_source_losses(loader.source, built.parallelized.model, mesh)
-    hooks = StepHooks((step_times, heartbeat, faults, profiler, replay, sources, copies, ledger, guard))
+    every = config.train.noise_scale_every
+    noise = None if every is None else NoiseScale(every, built.parallelized, built.batches, mesh)
+    hooks = StepHooks(
+        (step_times, heartbeat, faults, profiler, replay, sources, noise, copies, ledger, guard)
+    )
     step = build_step(config, mesh, built, hooks, begin.loss_scale, begin.recent_losses, begin.fp8_sizes)
     metrics = _metrics(config, mesh, built, step, peak_flops, begin, rank) if mesh.rank == 0 else None
     evaluation = build_evaluation(config, built.parallelized, built.batch, mesh, events_of_rank_0)
@@ -348,6 +357,7 @@ def assemble(config: Config, mesh: Mesh, ranks: RankEnvironment, rank: RankAttem
         step_times=step_times,
         profiler=profiler,
         sources=sources,
+        noise=noise,
         metrics=metrics,
         evaluation=evaluation,
         metric=config.run.metric,

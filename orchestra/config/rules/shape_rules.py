@@ -22,12 +22,13 @@ from orchestra.config.machine import Situation, data_parallel, world_size
 from orchestra.errors import ConfigError
 from orchestra.sizes.activations import budget_problems, layer_activations
 from orchestra.sizes.flops import head_dim, inner_widths
-from orchestra.sizes.pipeline_schedule import pipeline_shape, shape_problem
+from orchestra.sizes.pipeline_schedule import pipeline_shape, shape_problem, splits_backward
 from orchestra.sizes.stage_cut import stages_problems
 from orchestra.sizes.topology import (
     batch_problems,
     batch_shape,
     divisors,
+    has_open_micro_batch,
     layout_problems,
     listed,
     nearest_multiples,
@@ -358,6 +359,40 @@ def rule_batch_ramp(config: Config, _: Situation) -> Iterator[str]:
         if stage.global_batch_tokens < 1:
             name = f"train.batch_ramp[{number}].global_batch_tokens"
             yield f"{name}={stage.global_batch_tokens} is too small; use 1 or more"
+
+
+def rule_noise_scale(config: Config, _: Situation) -> Iterator[str]:
+    """A small batch is a rank's first micro-batch: whole sequences, all of whose gradients are there."""
+    train, parallelism = config.train, config.parallelism
+    every = train.noise_scale_every
+    if every is None:
+        return
+    for axis in ("cp", "ep"):
+        degree = getattr(parallelism, axis)
+        if degree > 1:
+            yield (
+                f"train.noise_scale_every={every} with parallelism.{axis}={degree}: no rank "
+                f"has a gradient of its own sequences alone; use parallelism.{axis}=1 or "
+                "train.noise_scale_every=null"
+            )
+    if parallelism.pp > 1 and (config.model.tie_word_embeddings or splits_backward(parallelism.schedule)):
+        yield (
+            f"train.noise_scale_every={every} with parallelism.pp={parallelism.pp}: the output matrix has no "
+            "gradient of one micro-batch with a tied embedding or a schedule that splits the backward pass; "
+            "use parallelism.schedule=1f1b and model.tie_word_embeddings=false, or leave it out"
+        )
+    dp = data_parallel(config)
+    if dp is None or has_open_micro_batch(train):
+        return
+    try:
+        batch = batch_shape(train, dp)
+    except ConfigError:
+        return
+    if batch.global_batch_size == batch.micro_batch_size:
+        yield (
+            f"train.noise_scale_every={every}: the global batch is one micro-batch of "
+            f"{batch.micro_batch_size}, and two sizes are compared; use a smaller train.micro_batch_size"
+        )
 
 
 def rule_recompute(config: Config, _: Situation) -> Iterator[str]:

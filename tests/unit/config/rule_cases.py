@@ -229,6 +229,12 @@ rule_batch_ramp
         -> train.batch_ramp[1].global_batch_tokens=512 | leave that batch out
     train.batch_ramp=[{tokens: 0, global_batch_tokens: 0}]
         -> train.batch_ramp[0].global_batch_tokens=0 | 1 or more
+rule_noise_scale
+    train.noise_scale_every=5  parallelism.cp=2 -> parallelism.cp=2 | use parallelism.cp=1
+    train.noise_scale_every=5  parallelism.pp=2  model.tie_word_embeddings=true
+        -> use parallelism.schedule=1f1b
+    train.noise_scale_every=5  cluster.gpus_per_node=1  train.global_batch_size=4  train.micro_batch_size=4
+        -> one micro-batch of 4 | a smaller train.micro_batch_size
 rule_profiled_ranks
     train.profile.enabled=true  train.profile.ranks=[0, 2] -> no rank 2 | 0 to 1
     train.profile.enabled=true  train.profile.ranks=[] -> nothing would be
