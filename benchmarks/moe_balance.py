@@ -117,7 +117,7 @@ def course(way: str, steps: int, seed: int) -> Course:
     mesh = make_mesh(0, Layout(1), torch.device("cpu"))
     set_numerics(config, mesh.device)
     training = build_training(config, mesh)
-    loader = build_loader(config, mesh, training.batch, 0)
+    loader = build_loader(config, mesh, training.batches, 0, 0)
     balance = training.parallelized.expert_balance
     assert balance is not None
     loads, losses = [], []

@@ -18,6 +18,10 @@ from conf.model_schema import MoeAuxScope as MoeAuxScope
 from conf.model_schema import MoeBalance as MoeBalance
 from conf.model_schema import RopeScaling as RopeScaling
 from conf.model_schema import ScoringFunc as ScoringFunc
+from conf.optim_schema import OptimConfig as OptimConfig
+from conf.optim_schema import RampRate as RampRate
+from conf.optim_schema import Schedule as Schedule
+from conf.optim_schema import StateDType as StateDType
 
 
 class LauncherName(Enum):
@@ -442,51 +446,6 @@ class EvalConfig:
     at_start: bool = False
 
 
-class Schedule(Enum):
-    """Shape of the learning rate after warm-up. `wsd`: constant, then a linear decay over the last fifth."""
-
-    constant = "constant"
-    linear = "linear"
-    cosine = "cosine"
-    wsd = "wsd"
-
-
-class StateDType(Enum):
-    """Data types of the optimizer's moments."""
-
-    fp32 = "fp32"
-    bf16 = "bf16"
-
-
-@dataclass(frozen=True)
-class OptimConfig:
-    """The optimizer, AdamW unless `target` names another, and its learning-rate schedule."""
-
-    lr: float = 3e-4
-    # Learning rate at the last step; null: a tenth of lr.
-    min_lr: float | None = None
-    # null: 10 % of the steps, at most 2,000.
-    warmup_steps: int | None = None
-    schedule: Schedule = Schedule.cosine
-    # Only matrices (two or more dims) decay; norms and biases do not.
-    weight_decay: float = 0.1
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    eps: float = 1e-8
-    # Largest global L2 norm of the gradient; null: no clipping.
-    clip_norm: float | None = 1.0
-    # Share of the steps in which schedule=wsd decays.
-    wsd_decay_fraction: float = 0.2
-    # Data type of both moments; bf16 is rounded stochastically. Masters are fp32 always.
-    state_dtype: StateDType = StateDType.fp32
-    # Another optimizer in AdamW's place: package.module:name, called as name(params, lr=lr, **options), which
-    # returns a torch.optim.Optimizer; then weight_decay, betas, eps and state_dtype are not used.
-    target: str | None = None
-    options: dict[str, Any] = field(default_factory=dict)
-    # Bytes of state that it keeps for each parameter, for planning; null: 8, as two moments in fp32, or what
-    # a try on a small matrix showed when the run was checked.
-    state_bytes_per_parameter: float | None = None
-
-
 class Recompute(Enum):
     """Which activations are computed again in the backward pass instead of being kept."""
 
@@ -517,6 +476,14 @@ class ProfileConfig:
 
 
 @dataclass(frozen=True)
+class BatchStage:
+    """One batch of a ramp: of steps that begin after `tokens` tokens of the run, or more."""
+
+    tokens: int
+    global_batch_tokens: int
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """Length, batch, and how a step is computed. GBS = MBS × GA × DP; the accumulation GA is derived."""
 
@@ -529,6 +496,9 @@ class TrainConfig:
     global_batch_size: int | None = None
     # The same in tokens (a multiple of seq_len); takes the place of global_batch_size.
     global_batch_tokens: int | None = None
+    # A global batch that grows while the run trains, [{tokens: 0, global_batch_tokens: 1Mi}, …], by more
+    # accumulation; takes the place of the two above, which are then its last one.
+    batch_ramp: list[BatchStage] = field(default_factory=list)
     # Sequences in one forward and backward pass of a rank; null: the largest divisor of its share up to 8.
     # `auto`: the largest that fits into memory, found by the ranks whenever an attempt begins.
     micro_batch_size: int | str | None = None
@@ -542,6 +512,9 @@ class TrainConfig:
     # have what compiling needs.
     compile: bool | str = "auto"
     log_every: int = 1
+    # Measure the gradient's noise in every so many steps, from gradients that are there anyway; null: never.
+    # The report then says what batch would still pay.
+    noise_scale_every: int | None = None
     seed: int = 0
     # Bit-identical repeats: deterministic kernels, fixed reduction order.
     deterministic: bool = False

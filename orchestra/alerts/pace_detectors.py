@@ -14,6 +14,7 @@ from orchestra.run.events import is_number
 from orchestra.run.files import Record
 from orchestra.run.heartbeat import Phase
 from orchestra.run.record import RunPhase
+from orchestra.sizes.topology import batch_ramp
 from orchestra.sizes.units import first_few
 
 # Rows whose median is compared, the rows before that it is compared with, and the first rows of an attempt,
@@ -36,7 +37,7 @@ def stall(run: ObservedRun, limits: Limits) -> Sequence[Finding]:
     waits = [later["time"] - earlier["time"] for earlier, later in itertools.pairwise(rows[-_BEFORE:])]
     if len(waits) < _FEWEST_WAITS:
         return [run.cannot_see("stall", f"{len(rows)} of {_FEWEST_WAITS + 1} rows in this attempt so far")]
-    usual_s, last = statistics.median(waits), rows[-1]
+    usual_s, last = statistics.median(waits) * _growth(run, rows[-_BEFORE:]), rows[-1]
     late_s = run.now - last["time"]
     # After the last step come a save and the end of what the run holds.
     is_last = run.config is not None and last["step"] >= run.config.train.steps
@@ -51,6 +52,14 @@ def stall(run: ObservedRun, limits: Limits) -> Sequence[Finding]:
         advice = f"{run.command('logs')} shows its last words; its agents end a rank that hangs"
         return [run.alert("stall", evidence, last["time"], advice)]
     return _slow_steps(run, rows, limits)
+
+
+def _growth(run: ObservedRun, rows: Sequence[Record]) -> float:
+    """Return how many times the smallest global batch of some rows the next step's is."""
+    if run.config is None or not run.config.train.batch_ramp:
+        return 1.0
+    ramp = batch_ramp(run.config.train)
+    return ramp.at(run.rows[-1]["step"] + 1).global_batch_size / ramp.at(rows[0]["step"]).global_batch_size
 
 
 def _is_between_steps(run: ObservedRun, num_nodes: int, limits: Limits) -> bool:
@@ -74,7 +83,7 @@ def _slow_steps(run: ObservedRun, rows: Sequence[Record], limits: Limits) -> Seq
     before, newest = timed[:-_NEWEST][-_BEFORE:], timed[-_NEWEST:]
     if len(before) < _FEWEST:
         return []
-    usual_s = statistics.median(row["step_time_s"] for row in before)
+    usual_s = statistics.median(row["step_time_s"] for row in before) * _growth(run, before)
     now_s = statistics.median(row["step_time_s"] for row in newest)
     if now_s <= limits.stall_factor * usual_s:
         return []

@@ -238,6 +238,8 @@ def _with_vocabulary_of(config: Config, size: int) -> Config:
 # Of each pair one key counts: the first is what the second, where it is given, takes the place of.
 _ONE_OF = (
     ("train.global_batch_size", "train.global_batch_tokens"),
+    ("train.global_batch_size", "train.batch_ramp"),
+    ("train.global_batch_tokens", "train.batch_ramp"),
     ("train.steps", "train.tokens"),
     ("checkpoint.every_steps", "checkpoint.every_s"),
 )
@@ -250,7 +252,8 @@ def last_said(config: Config, keys: set[str]) -> Config:
     for first, second in _ONE_OF:
         if first in keys and second not in keys and attrgetter(first)(config) is not None:
             section, name = second.split(".")
-            without: dict[str, Any] = {section: replace(getattr(config, section), **{name: None})}
+            nothing: list[Any] | None = [] if isinstance(attrgetter(second)(config), list) else None
+            without: dict[str, Any] = {section: replace(getattr(config, section), **{name: nothing})}
             config = replace(config, **without)
     train, checkpoint = config.train, config.checkpoint
     if train.global_batch_tokens is not None:
@@ -266,7 +269,8 @@ def said_twice(config: Config, keys: set[str]) -> list[str]:
     return [
         f"{first} and {second} are both given; give one of them"
         for first, second in _ONE_OF
-        if {first, second} <= keys and None not in (attrgetter(first)(config), attrgetter(second)(config))
+        if {first, second} <= keys
+        and all(attrgetter(key)(config) not in (None, []) for key in (first, second))
     ]
 
 
@@ -322,7 +326,8 @@ def changed_config(
 def _tokens_problems(before: Config, after: Config) -> Iterator[str]:
     """Steps that were trained took the tokens of their own batch: how many are left is not known here."""
     old, new = tokens_per_step(before), tokens_per_step(after)
-    if after.train.tokens is not None and old != new:
+    has_ramp = before.train.batch_ramp or after.train.batch_ramp
+    if after.train.tokens is not None and old != new and not has_ramp:
         yield (
             f"train.tokens={after.train.tokens}: the steps trained so far had {old} tokens each and the next "
             f"ones have {new}; give train.steps, the number of the last one"

@@ -21,7 +21,7 @@ from orchestra.data.held_out import mapped_paths
 from orchestra.errors import ConfigError
 from orchestra.plugins import is_plugin
 from orchestra.sizes.hardware import detect_gpus
-from orchestra.sizes.topology import global_batch_size, layout
+from orchestra.sizes.topology import batch_ramp, global_batch_size, layout
 from orchestra.sizes.units import as_slurm_time
 
 # Ranks of a run on CPU when nothing is configured: the fewest that show data parallelism.
@@ -154,9 +154,13 @@ def _with_machine(config: Config, situation: Situation) -> Config:
 def _with_batch_size(config: Config) -> Config:
     """Write down the global batch size that follows from the number of ranks where none was given.
 
-    What is not known yet (ranks of a cluster) or wrong stays null; for the latter a rule has the words.
+    With a ramp it is its last one. What is not known yet (ranks of a cluster) or wrong stays null; for the
+    latter a rule has the words.
     """
     train, dp = config.train, data_parallel(config)
+    if train.batch_ramp:
+        last = train.batch_ramp[-1].global_batch_tokens
+        return replace(config, train=replace(train, global_batch_size=None, global_batch_tokens=last))
     if train.global_batch_size is not None or train.global_batch_tokens is not None or dp is None:
         return config
     try:
@@ -186,7 +190,7 @@ def data_parallel(config: Config) -> int | None:
 
 
 def tokens_per_step(config: Config) -> int | None:
-    """Return the tokens of the global batch; None while its size is not known."""
+    """Return the tokens of the global batch, the last one of a ramp; None while its size is not known."""
     train = config.train
     if train.global_batch_tokens is not None:
         return train.global_batch_tokens
@@ -197,10 +201,13 @@ def _with_steps(config: Config) -> Config:
     """Write down the steps that train.tokens takes, the last one begun counted; a rule tells where the batch
     is not known.
     """
-    tokens, each = config.train.tokens, tokens_per_step(config)
-    if tokens is None or each is None or each < 1:
+    train = config.train
+    # A rule tells what a batch may be.
+    batches = [tokens_per_step(config) or 0, *(stage.global_batch_tokens for stage in train.batch_ramp)]
+    if train.tokens is None or min(batches) < max(1, train.seq_len):
         return config
-    return replace(config, train=replace(config.train, steps=max(1, -(-tokens // each))))
+    steps = batch_ramp(train).steps_through(-(-train.tokens // train.seq_len))
+    return replace(config, train=replace(train, steps=max(1, steps)))
 
 
 def _name(value: object) -> str:

@@ -1,6 +1,7 @@
 """Batches of token samples, prepared ahead of the step by one thread.
 
-The global batch at position p is the samples at positions p … p + GBS − 1 of the order. Micro-batch m of
+The global batch at position p is the samples at positions p … p + GBS − 1 of the order, GBS that of the step
+(`train.batch_ramp`). Micro-batch m of
 data-parallel coordinate d takes the MBS sequences from (m · dp + d) · MBS on: every world size sees the
 same global batch, and one rank with two micro-batches sees the same micro-batches as two ranks with one.
 Places that the run leaves out (`orchestra.run.rollback`) are passed over as if they were not there.
@@ -23,7 +24,7 @@ from torch import Tensor
 from orchestra.data.order import Int64
 from orchestra.data.source import SampleSource
 from orchestra.run.rollback import Stretch, kept
-from orchestra.sizes.topology import BatchShape
+from orchestra.sizes.topology import BatchShape, StepBatches
 
 _CLOSE_TIMEOUT_S = 5.0
 
@@ -47,10 +48,11 @@ class Loader:
     def __init__(
         self,
         source: SampleSource,
-        batch: BatchShape,
+        batches: StepBatches,
         dp_coordinate: int,
         *,
         seed: int,
+        step: int = 0,
         position: int = 0,
         left_out: Sequence[Stretch] = (),
         prefetch_batches: int = 4,
@@ -58,15 +60,15 @@ class Loader:
     ) -> None:
         self.source = source
         self._left_out = left_out
-        self._batch = batch
-        micro_batches = np.arange(batch.accumulation)[:, None] * batch.dp + dp_coordinate
-        # This rank's places [A, B] in the global batch.
-        self._rows = micro_batches * batch.micro_batch_size + np.arange(batch.micro_batch_size)
+        self._batches = batches
+        self._dp_coordinate = dp_coordinate
         self._seed = seed
         self._pin_memory = pin_memory
         self._ready: queue.Queue[Batch | BaseException] = queue.Queue(maxsize=max(1, prefetch_batches))
         self._is_closed = threading.Event()
-        self._thread = threading.Thread(target=self._read_ahead, args=(position,), name="loader", daemon=True)
+        self._thread = threading.Thread(
+            target=self._read_ahead, args=(step, position), name="loader", daemon=True
+        )
         self._thread.start()
 
     def next_batch(self) -> Batch:
@@ -87,21 +89,25 @@ class Loader:
         _drain(self._ready)
         self._ready.put(RuntimeError("the loader is closed"))  # for whoever asks once more, or still waits
 
-    def _read_ahead(self, position: int) -> None:
+    def _read_ahead(self, step: int, position: int) -> None:
         while not self._is_closed.is_set():
+            step += 1
             try:
-                batch = self._read(position)
+                batch = self._read(self._batches.at(step), position)
             except BaseException as error:  # noqa: BLE001  raised again in the training thread
                 self._ready.put(error)
                 return
             self._ready.put(batch)
             position = batch.position
 
-    def _read(self, position: int) -> Batch:
-        parts = kept(position, self._batch.global_batch_size, self._left_out)
+    def _read(self, batch: BatchShape, position: int) -> Batch:
+        parts = kept(position, batch.global_batch_size, self._left_out)
         of_parts = [self.source.ids_at(begin, count, self._seed) for begin, count in parts]
-        ids = np.concatenate(of_parts)[self._rows]
-        shape = (*ids.shape, self._batch.seq_len + 1)
+        micro_batches = np.arange(batch.accumulation)[:, None] * batch.dp + self._dp_coordinate
+        # This rank's places [A, B] in the global batch.
+        size = batch.micro_batch_size
+        ids = np.concatenate(of_parts)[micro_batches * size + np.arange(size)]
+        shape = (*ids.shape, batch.seq_len + 1)
         tokens = torch.empty(shape, dtype=torch.int64, pin_memory=self._pin_memory)
         view = tokens.numpy()
         for place, sample_id in np.ndenumerate(ids):

@@ -1,16 +1,17 @@
 """The learning rate as a pure function of the step. Integers and floats only; it imports no torch.
 
-Steps count from 1 to `steps`. Warm-up rises linearly from lr/warmup to lr; the shape then leads from lr to
-min_lr, which is reached at the last step. The default warm-up is in `orchestra.sizes.topology`, where the
-rules find it too.
+Steps count from 1 to `steps`. Warm-up rises linearly from lr/warmup to lr, over steps; the shape then leads
+from lr to min_lr, which is reached at the last step. It follows the sequences that the run has trained on,
+which without a ramp of the batch is the same as following the steps. The default warm-up is in
+`orchestra.sizes.topology`, where the rules find it too.
 """
 
 from __future__ import annotations
 
 import math
 
-from conf.schema import OptimConfig, Schedule, TrainConfig
-from orchestra.sizes.topology import warmup_steps
+from conf.schema import OptimConfig, RampRate, Schedule, TrainConfig
+from orchestra.sizes.topology import batch_ramp, warmup_steps
 
 _MIN_LR_FRACTION = 0.1
 
@@ -22,16 +23,26 @@ def min_learning_rate(optim: OptimConfig) -> float:
 
 def learning_rate(optim: OptimConfig, train: TrainConfig, step: int) -> float:
     """Return the learning rate of `step` (1 … train.steps)."""
+    rate = _rate_of_last_batch(optim, train, step)
+    if optim.batch_ramp_lr is RampRate.none:
+        return rate
+    ramp = batch_ramp(train)
+    return rate * math.sqrt(ramp.at(step).global_batch_size / ramp.stages[-1].global_batch_size)
+
+
+def _rate_of_last_batch(optim: OptimConfig, train: TrainConfig, step: int) -> float:
     warmup = warmup_steps(optim, train)
     if step <= warmup:
         return optim.lr * step / warmup
-    progress = (step - warmup) / max(1, train.steps - warmup)
+    begin, now, end = map(batch_ramp(train).sequences_through, (warmup, step, train.steps))
+    # Of whole numbers the quotient is rounded once: the same bits as (step − warmup) / (steps − warmup).
+    progress = (now - begin) / max(1, end - begin)
     low = min_learning_rate(optim)
     return low + (optim.lr - low) * _share_left(optim, progress)
 
 
 def _share_left(optim: OptimConfig, progress: float) -> float:
-    """Return how much of (lr − min_lr) is left when `progress` (0 … 1) of the steps after warm-up is done."""
+    """Return how much of (lr − min_lr) is left when `progress` (0 … 1) of the way after warm-up is done."""
     match optim.schedule:
         case Schedule.constant:
             return 1.0

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from conf.schema import Offload, Recompute
+from conf.schema import Offload, Recompute, TrainConfig
 from orchestra.plan.case import PlanCase, RankElements, has_idle_stage, held_by_rank, num_chunks
 from orchestra.plan.compute import (
     LayerTime,
@@ -32,6 +32,7 @@ from orchestra.plan.stage_memory import Memory, fits, is_pressed, stage_memory, 
 from orchestra.sizes.flops import hardware_flops_per_token, model_flops_per_token
 from orchestra.sizes.memory import rank_bytes, recomputed_kinds
 from orchestra.sizes.pipeline_check import PassTimes
+from orchestra.sizes.topology import batch_ramp
 from orchestra.sizes.training_shape import PipelineStage, rank_parameters
 
 _FP32 = 4
@@ -299,6 +300,20 @@ def predict(case: PlanCase) -> Prediction:
         if is_known
         else None,
     )
+
+
+def run_seconds(prediction: Prediction, train: TrainConfig) -> float:
+    """Return the time of all steps of a run; those of smaller batches of a ramp have less accumulation."""
+    case = prediction.case
+    if not train.batch_ramp:
+        return train.steps * prediction.time.total
+    unit = case.micro_batch_size * case.layout.dp
+    counts = batch_ramp(train).num_steps(train.steps)
+    accumulations = [(count, stage.global_batch_size // unit) for stage, count in counts]
+    times = [
+        (count, predict(replace(case, accumulation=number)).time.total) for count, number in accumulations
+    ]
+    return sum(count * seconds for count, seconds in times)
 
 
 @dataclass(frozen=True)

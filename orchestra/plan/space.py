@@ -27,7 +27,7 @@ from orchestra.plan.case import PlanCase
 from orchestra.plan.frameworks import OWN
 from orchestra.sizes.flops import head_splits, tensor_splits
 from orchestra.sizes.pipeline_schedule import shape_of_pipeline
-from orchestra.sizes.topology import Layout, divisors
+from orchestra.sizes.topology import Layout, batch_ramp, divisors
 
 ZERO_STAGES = (0, 1, 2, 3)
 # What a search turns, by its key in a configuration. Data parallelism takes what the other axes leave.
@@ -111,6 +111,13 @@ class Space:
     fixed: Fixed = Fixed()
     # Whether tp may leave the node, and cp cut sequences into any length.
     wide: bool = False
+    # What the batches of other steps have in common with it, which layouts share out too: 0 without a ramp.
+    common_sequences: int = 0
+
+    @property
+    def shared_sequences(self) -> int:
+        """The sequences that dp × micro-batch divides."""
+        return math.gcd(self.num_sequences, self.common_sequences)
 
     def meshes(self) -> Iterator[MeshDegrees]:
         """Yield every mesh that fills the devices, shares out the batch and has a stage of ZeRO."""
@@ -124,7 +131,7 @@ class Space:
                 for cp in self._degrees(fixed.cp, self._context_degrees(ranks // tp // pp, tp)):
                     dp = ranks // tp // pp // cp
                     mesh = MeshDegrees(dp, tp, pp, cp)
-                    if self.num_sequences % dp == 0 and fixed.dp in (None, dp) and self.zero_stages(mesh):
+                    if self.shared_sequences % dp == 0 and fixed.dp in (None, dp) and self.zero_stages(mesh):
                         # The fewest experts on a rank, and so the least memory, come last.
                         expert_degrees = self._degrees(fixed.ep, divisors(math.gcd(dp, num_experts)))
                         yield from (mesh._replace(ep=ep) for ep in expert_degrees)
@@ -190,7 +197,7 @@ class Space:
     def micro_batch_sizes(self, mesh: MeshDegrees) -> list[int]:
         """Return what divides the share of a data-parallel rank, the smallest first."""
         kept = self.fixed.micro_batch_size
-        return [size for size in divisors(self.num_sequences // mesh.dp) if kept in (None, size)]
+        return [size for size in divisors(self.shared_sequences // mesh.dp) if kept in (None, size)]
 
     def kinds_of_mesh(self, mesh: MeshDegrees) -> Iterator[LayoutChoice]:
         """Yield the layouts on a mesh with a micro-batch of one sequence."""
@@ -247,11 +254,13 @@ def space_of(config: Config, framework_name: str, num_sequences: int, fixed: Fix
     """
     given = config.parallelism
     whole = replace(given, dp="auto", tp=1, pp=1, cp=1, ep=1, zero=0, shard_degree=None, stages=None)
-    train = replace(config.train, global_batch_size=None, global_batch_tokens=None, micro_batch_size=1)
+    sizes = [stage.global_batch_size for stage in batch_ramp(config.train).stages[:-1]]
+    train = replace(config.train, global_batch_size=None, global_batch_tokens=None, batch_ramp=[])
+    train = replace(train, micro_batch_size=1)
     # What is recomputed is chosen for all layers alike.
     train = replace(train, recompute_budget_gib=None, recompute_every=1)
     base = case_of(replace(config, parallelism=whole, train=train), framework_name)
-    return Space(base, num_sequences, fixed)
+    return Space(base, num_sequences, fixed, common_sequences=math.gcd(*sizes))
 
 
 def values_of(space: Space) -> dict[str, list[Value]]:

@@ -335,7 +335,7 @@ def _read_state(run: RunDir, now: float) -> RunState:
         train=train_losses(last),
         tokens_per_s=median_of(rows, "tokens_per_s"),
         mfu=median_of(rows, "mfu"),
-        eta_s=seconds_left(rows, steps) if state is RunPhase.running else None,
+        eta_s=seconds_left(rows, steps, _tokens(record, steps)) if state is RunPhase.running else None,
         age_s=now - created if is_number(created) else None,
         code=verdict.code if verdict is not None else None,
         cause=restart.reason if restart and state is RunPhase.restarting else _cause(state, verdict, events),
@@ -393,6 +393,12 @@ def _steps(run: RunDir, record: Record) -> int | None:
     except (OSError, ValueError):
         return None
     return None if found is None else int(found[1])
+
+
+def _tokens(record: Record, steps: int | None) -> int | None:
+    """Return the tokens of a whole run with a ramp of its batch, where run.json still says its last step."""
+    tokens = record.get("tokens")
+    return tokens if is_whole(tokens) and record.get("steps") == steps else None
 
 
 def job_of_record(run: RunDir, record: Record) -> SubmittedJob | None:
@@ -470,8 +476,13 @@ def median_of(rows: Sequence[Record], key: str) -> float | None:
     return statistics.median(values) if values else None
 
 
-def seconds_left(rows: Sequence[Record], steps: int | None) -> float | None:
-    """Extrapolate the recent median step time to the end of the run."""
+def seconds_left(rows: Sequence[Record], steps: int | None, tokens: int | None = None) -> float | None:
+    """Extrapolate the recent median step time to the end of the run; where later steps are longer, `tokens`
+    is what the run consumes in all, and the recent speed counts.
+    """
+    speed, trained = median_of(rows[-_RECENT_ROWS:], "tokens_per_s"), rows[-1].get("tokens") if rows else None
+    if tokens is not None and speed and is_whole(trained):
+        return max(0, tokens - trained) / speed
     step_time_s = median_of(rows[-_RECENT_ROWS:], "step_time_s")
     if step_time_s is None or steps is None:
         return None

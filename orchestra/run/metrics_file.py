@@ -51,6 +51,9 @@ NUMBER_KEYS = tuple(key for key in METRIC_KEYS if key not in ("step", "mfu_conve
 # What the names of losses by source begin with: eval/NAME/loss is held-out, in the row of the step that it
 # follows, and train/NAME/loss that of a blend's part in the step of its row.
 _EVAL, _TRAIN = "eval/", "train/"
+# The squared norm of the true gradient, and the variance of one sequence's: means of what the steps since the
+# last row say. The noise scale is the quotient of means over many rows.
+NOISE_GRADIENT, NOISE_VARIANCE = "noise/gradient_squared", "noise/sequence_variance"
 
 
 def eval_column(name: str) -> str:

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from conf.schema import OptimConfig, ParallelismConfig, TrainConfig
+from conf.schema import BatchStage, OptimConfig, ParallelismConfig, TrainConfig
 from orchestra.errors import ConfigError
 
 # Warm-up without a configured length: a tenth of the run, at most this many steps (Llama 2 used 2,000).
@@ -191,7 +191,8 @@ def batch_shape(train: TrainConfig, dp: int) -> BatchShape:
     """Derive micro-batch and accumulation for `dp` data-parallel ranks.
 
     Raises ConfigError when no whole accumulation fits. Without a configured micro-batch size it is the
-    largest divisor of a rank's share up to 8; `auto` must have been replaced by a number before.
+    largest divisor of a rank's share up to 8; `auto` must have been replaced by a number before. Of a ramp it
+    is the shape of the last and largest batch, whose micro-batch fits into all of them.
     """
     problems = list(batch_problems(train, dp))
     if problems:
@@ -201,15 +202,21 @@ def batch_shape(train: TrainConfig, dp: int) -> BatchShape:
     size = global_batch_size(train, dp)
     micro = train.micro_batch_size
     if micro is None:
-        micro = largest_divisor(size // dp, _MAX_DEFAULT_MICRO_BATCH_SIZE)
+        shares = [
+            each // dp for each in (size, *(_num_sequences(stage, train) for stage in train.batch_ramp))
+        ]
+        micro = largest_divisor(math.gcd(*shares), _MAX_DEFAULT_MICRO_BATCH_SIZE)
     return BatchShape(size, int(micro), size // (int(micro) * dp), dp, train.seq_len)
 
 
 def global_batch_size(train: TrainConfig, dp: int) -> int:
-    """Return the sequences of one optimizer step; a configured number of tokens takes over.
+    """Return the sequences of one optimizer step; a configured number of tokens takes over, and the last
+    batch of a ramp over that.
 
     With neither configured it is 16, rounded up to a multiple of `dp` (times a configured micro-batch).
     """
+    if train.batch_ramp:
+        return _num_sequences(train.batch_ramp[-1], train)
     if train.global_batch_tokens is not None:
         return train.global_batch_tokens // train.seq_len
     if train.global_batch_size is not None:
@@ -226,27 +233,130 @@ def has_open_micro_batch(train: TrainConfig) -> bool:
 
 def batch_problems(train: TrainConfig, dp: int) -> Iterator[str]:
     """Yield what keeps GBS = MBS × GA × DP from having a whole GA, with the nearest sizes that work."""
-    size = global_batch_size(train, dp)
     micro = 1 if train.micro_batch_size in (None, "auto") else train.micro_batch_size
-    if size < 1:
-        yield "train.global_batch_size must be at least 1 sequence (or give train.global_batch_tokens)"
-        return
     if not isinstance(micro, int) or micro < 1:
         yield f"train.micro_batch_size={micro} is not a number of sequences; use 1 or more, or auto"
+        return
+    if train.batch_ramp:
+        for number, stage in enumerate(train.batch_ramp):
+            name = f"train.batch_ramp[{number}].global_batch_tokens"
+            yield from _share_problems(train, stage.global_batch_tokens, name, micro, dp)
+    elif train.global_batch_tokens is not None:
+        yield from _share_problems(train, train.global_batch_tokens, "train.global_batch_tokens", micro, dp)
+    else:
+        size = global_batch_size(train, dp)
+        yield from _share_problems(train, size, "train.global_batch_size", micro, dp)
+
+
+def _share_problems(train: TrainConfig, found: int, name: str, micro: int, dp: int) -> Iterator[str]:
+    """Yield what is wrong with one global batch: `found` is in tokens where its name says so."""
+    unit = train.seq_len if name.endswith("_tokens") else 1
+    size = found // unit
+    if size < 1:
+        yield "train.global_batch_size must be at least 1 sequence (or give train.global_batch_tokens)"
         return
     if size % (micro * dp) == 0:
         return
     nearest = nearest_multiples(size, micro * dp)
-    if train.global_batch_tokens is None:
-        found, advice = f"train.global_batch_size={size}", f"use global_batch_size={listed(nearest)}"
-    else:
-        found = f"train.global_batch_tokens={train.global_batch_tokens} ({size} sequences)"
-        advice = f"use global_batch_tokens={listed([near * train.seq_len for near in nearest])}"
+    words = f"{name}={found}" if unit == 1 else f"{name}={found} ({size} sequences)"
+    advice = f"use {name.rpartition('.')[2]}={listed([near * unit for near in nearest])}"
     if size % dp == 0:
         fitting = largest_divisor(size // dp, min(micro, _LARGEST_ADVISED_MICRO_BATCH_SIZE))
         advice += f", or micro_batch_size={fitting}"
     product = f"micro_batch_size={micro} × dp={dp}" if micro == train.micro_batch_size else f"dp={dp}"
-    yield f"{found} is not a multiple of {product} (GBS = MBS × GA × DP for a whole GA); {advice}"
+    yield f"{words} is not a multiple of {product} (GBS = MBS × GA × DP for a whole GA); {advice}"
+
+
+def _num_sequences(stage: BatchStage, train: TrainConfig) -> int:
+    return stage.global_batch_tokens // train.seq_len
+
+
+@dataclass(frozen=True)
+class RampStage:
+    """Steps of one global batch: from `first_step` on, before which the run trains on `sequences_before`."""
+
+    first_step: int
+    sequences_before: int
+    global_batch_size: int
+
+
+@dataclass(frozen=True)
+class BatchRamp:
+    """The global batch of each step, which counts from 1, as a function of the configuration alone: what a
+    run goes on with does not depend on where it was interrupted.
+    """
+
+    stages: tuple[RampStage, ...]
+
+    def at(self, step: int) -> RampStage:
+        """Return the stage of a step."""
+        return next(stage for stage in reversed(self.stages) if stage.first_step <= max(1, step))
+
+    def sequences_through(self, step: int) -> int:
+        """Return how many sequences a run trains on from its beginning through `step` (0: none)."""
+        stage = self.at(step)
+        return stage.sequences_before + (step - stage.first_step + 1) * stage.global_batch_size
+
+    def steps_through(self, num_sequences: int) -> int:
+        """Return the steps that it takes to train on so many sequences, the last one begun counted."""
+        stages = (stage for stage in reversed(self.stages) if stage.sequences_before < max(1, num_sequences))
+        stage = next(stages)
+        return stage.first_step - 1 + -(-(num_sequences - stage.sequences_before) // stage.global_batch_size)
+
+    def num_steps(self, last_step: int) -> list[tuple[RampStage, int]]:
+        """Return how many steps a run of `last_step` steps has in each stage that it comes to."""
+        ends = [*(stage.first_step for stage in self.stages[1:]), last_step + 1]
+        counts = [
+            min(end, last_step + 1) - stage.first_step for stage, end in zip(self.stages, ends, strict=True)
+        ]
+        return [(stage, count) for stage, count in zip(self.stages, counts, strict=True) if count > 0]
+
+
+def batch_ramp(train: TrainConfig, dp: int = 1) -> BatchRamp:
+    """Return the batches of a run; of one without a ramp a single stage, for `dp` data-parallel ranks where
+    nothing was configured.
+
+    A step has the batch of the last stage whose tokens were all consumed when the step begins; the step in
+    which they are reached is trained whole. A stage that is over before a step begins in it is left out.
+    """
+    if not train.batch_ramp:
+        return BatchRamp((RampStage(1, 0, global_batch_size(train, dp)),))
+    stages: list[RampStage] = []
+    for each in train.batch_ramp:
+        first, before = 1, 0
+        if stages:
+            last = stages[-1]
+            num_sequences = max(0, -(-each.tokens // train.seq_len) - last.sequences_before)
+            count = -(-num_sequences // last.global_batch_size)
+            first, before = last.first_step + count, last.sequences_before + count * last.global_batch_size
+            if count == 0:
+                stages.pop()
+        stages.append(RampStage(first, before, _num_sequences(each, train)))
+    return BatchRamp(tuple(stages))
+
+
+def length_of(train: TrainConfig) -> dict[str, int | None]:
+    """Return the last step of a run, and with a ramp, which makes later steps longer, the tokens up to it."""
+    if not train.batch_ramp:
+        return {"steps": train.steps}
+    return {"steps": train.steps, "tokens": batch_ramp(train).sequences_through(train.steps) * train.seq_len}
+
+
+class StepBatches:
+    """The shape of each step's batch on `dp` data-parallel ranks: the micro-batch is the same in all of them.
+
+    `last` is that of the largest batch. Raises ConfigError when no whole accumulation fits.
+    """
+
+    def __init__(self, train: TrainConfig, dp: int) -> None:
+        self.last = batch_shape(train, dp)
+        self.ramp = batch_ramp(train, dp)
+
+    def at(self, step: int) -> BatchShape:
+        """Return the shape of the batch of `step`."""
+        size = self.ramp.at(step).global_batch_size
+        accumulation = size // (self.last.micro_batch_size * self.last.dp)
+        return replace(self.last, global_batch_size=size, accumulation=accumulation)
 
 
 def warmup_steps(optim: OptimConfig, train: TrainConfig) -> int:

@@ -36,6 +36,7 @@ from orchestra.run.config_file import write_config
 from orchestra.run.control.stop_requests import user_name
 from orchestra.run.paths import RunDir, SweepDir, is_sweep
 from orchestra.run.permissions import give_to_group, open_to_group
+from orchestra.sizes.topology import length_of
 from orchestra.sizes.units import MIB
 from orchestra.submit.launch import source_root
 
@@ -247,12 +248,12 @@ def write_run(request: RunRequest, draft: RunDir, run: RunDir, facts: Mapping[st
     """
     draft.path.mkdir(parents=True)
     write_config(draft.config, frozen_config(request, run))
-    own = {
+    own: dict[str, Any] = {
         "name": run.name,
         "signature": request.signature,
         "overrides": list(request.overrides),
         "command": list(request.command),
-        "steps": request.config.train.steps,
+        **length_of(request.config.train),
         "wandb_id": secrets.token_hex(_WANDB_ID_BYTES),
     }
     if plugins := plugin_facts_of(request.config):

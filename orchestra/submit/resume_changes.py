@@ -12,6 +12,7 @@ from orchestra.config.keys import known_keys, shown
 from orchestra.config.machine import tokens_per_step
 from orchestra.errors import ConfigError
 from orchestra.optim.schedule import learning_rate
+from orchestra.sizes.topology import batch_ramp
 
 # A rate that grows or shrinks more than this between two steps is no schedule's own doing, but for a warm-up.
 _MAX_JUMP = 1.5
@@ -46,7 +47,26 @@ class ResumeChanges:
     @property
     def tokens_left(self) -> int:
         """Tokens from `step` to the end, with the new batches."""
-        return max(0, self.now.train.steps - (self.step or 0)) * (tokens_per_step(self.now) or 0)
+        train, begin = self.now.train, self.step or 0
+        if tokens_per_step(self.now) is None or begin >= train.steps:
+            return 0
+        through = batch_ramp(train).sequences_through
+        return (through(train.steps) - through(begin)) * train.seq_len
+
+    def refuse_other_past(self) -> None:
+        """Raise ConfigError where a ramp would give the steps that were trained other batches than they had:
+        the rate and the end of the run follow from their tokens.
+        """
+        trains = self.before.train, self.now.train
+        if not self.step or not any(train.batch_ramp for train in trains):
+            return
+        was, becomes = (batch_ramp(train).sequences_through(self.step) * train.seq_len for train in trains)
+        if was != becomes:
+            raise ConfigError(
+                f"train.batch_ramp: steps 1 to {self.step} were trained on {was:,} tokens, not on the "
+                f"{becomes:,} of the new one; keep the batches up to there, and change those that begin at "
+                f"tokens: {was} or later"
+            )
 
     def refuse_jump(self, accepted: bool) -> None:
         """Raise ConfigError where a schedule would let the rate jump that nobody asked for by `optim.lr`."""

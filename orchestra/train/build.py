@@ -44,7 +44,7 @@ from orchestra.sizes.compilation import (
     refusal,
     tools_here,
 )
-from orchestra.sizes.topology import BatchShape, batch_shape
+from orchestra.sizes.topology import BatchShape, StepBatches
 from orchestra.train.hooks import StepHooks
 from orchestra.train.step import TrainingStep
 from orchestra.train.watch.bad_losses import make_loss_spikes
@@ -86,11 +86,16 @@ def _lacking_on_any_rank(device_type: str, num_ranks: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """What is trained on one rank: its part of the model, the optimizer, and the shape of a global batch."""
+    """What is trained on one rank: its part of the model, the optimizer, and the shapes of global batches."""
 
     parallelized: Parallelized
     optimizer: Optimizer
-    batch: BatchShape
+    batches: StepBatches
+
+    @property
+    def batch(self) -> BatchShape:
+        """Shape of the largest global batch."""
+        return self.batches.last
 
 
 @dataclass(frozen=True)
@@ -106,7 +111,7 @@ def build_training(config: Config, mesh: Mesh, hooks: StepHooks | None = None) -
     built = build_model_and_optimizer(config, mesh)
     step = build_step(config, mesh, built, hooks or StepHooks())
     replays = config.recovery.replay_every_steps is not None and mesh.layout.dp > 1
-    return Training(built.parallelized, built.optimizer, built.batch, step, replays)
+    return Training(built.parallelized, built.optimizer, built.batches, step, replays)
 
 
 def build_model_and_optimizer(config: Config, mesh: Mesh) -> BuiltModel:
@@ -115,8 +120,8 @@ def build_model_and_optimizer(config: Config, mesh: Mesh) -> BuiltModel:
     Raises DataError where documents are to be masked and nobody knows what ends them.
     """
     parallelized = parallelize(meta_model(config), config, mesh)
-    batch = batch_shape(config.train, mesh.layout.dp)
-    return BuiltModel(parallelized, build_optimizer(config, parallelized, mesh), batch)
+    batches = StepBatches(config.train, mesh.layout.dp)
+    return BuiltModel(parallelized, build_optimizer(config, parallelized, mesh), batches)
 
 
 def build_step(
@@ -138,7 +143,7 @@ def build_step(
         built.optimizer,
         config,
         mesh,
-        built.batch.tokens_per_step,
+        built.batches,
         hooks,
         make_loss_scale(config.precision, mesh.device, loss_scale),
         make_loss_spikes(config.recovery.loss_spike, mesh.device, mesh.tp_group, recent_losses),
@@ -230,9 +235,14 @@ def build_callbacks(config: Config, states: Mapping[str, Any]) -> Callbacks:
 
 
 def build_loader(
-    config: Config, mesh: Mesh, batch: BatchShape, position: int, left_out: Sequence[Stretch] = ()
+    config: Config,
+    mesh: Mesh,
+    batches: StepBatches,
+    step: int,
+    position: int,
+    left_out: Sequence[Stretch] = (),
 ) -> Loader:
-    """Open the data and start to prefetch this rank's share of each global batch.
+    """Open the data and start to prefetch this rank's share of each global batch after `step`.
 
     `position` is the number of samples that the run consumed, or left out, before; `left_out` is what it
     leaves out from now on too.
@@ -246,9 +256,10 @@ def build_loader(
         )
     return Loader(
         source,
-        batch,
+        batches,
         mesh.coordinates.dp,
         seed=config.train.seed,
+        step=step,
         position=position,
         left_out=left_out,
         prefetch_batches=config.data.prefetch_batches,

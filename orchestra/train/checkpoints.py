@@ -32,6 +32,7 @@ from orchestra.run.run_lineage import newer_attempt
 from orchestra.sizes import save_interval
 from orchestra.sizes.flops import num_parameters
 from orchestra.sizes.save_interval import Interval
+from orchestra.sizes.topology import BatchRamp
 from orchestra.train.memory import host_memory
 from orchestra.train.memory_copies import MemoryCopies
 from orchestra.train.starting_point import DataProgress, StartingPoint, order_roll_back
@@ -265,13 +266,13 @@ class Checkpoints:
         if not self.context.settings.async_save:
             self._failure()
 
-    def roll_back(self, bad: BadSteps, reached: int, global_batch_size: int) -> RollBackError:
+    def roll_back(self, bad: BadSteps, reached: int, batches: BatchRamp) -> RollBackError:
         """Decide where the run goes back to from some bad steps, and record it on the disk; return the error
         that ends this attempt.
 
         `reached`: the number of samples consumed up to the last bad step. Waits for the save under way.
         """
-        context, data = self.context, DataProgress(reached, global_batch_size, self.left_out)
+        context, data = self.context, DataProgress(reached, batches, self.left_out)
         # What it writes is of a step before: it may be the one to go back to.
         self._failure()
 

@@ -32,7 +32,7 @@ from orchestra.sizes.flops import (
     model_flops_per_token,
     model_flops_per_token_causal,
 )
-from orchestra.sizes.topology import layout
+from orchestra.sizes.topology import StepBatches, layout
 from orchestra.train.hooks import TrainedStep
 from orchestra.train.watch.bad_losses import OverflowLog
 from orchestra.train.watch.callbacks import Callbacks
@@ -173,7 +173,7 @@ class MetricsLog:
     meter: Meter
     file: JsonLinesWriter
     overflows: OverflowLog
-    tokens_per_step: int
+    batches: StepBatches
     callbacks: Callbacks
     # None where nothing can be read.
     energy: EnergyWatch | None = None
@@ -198,7 +198,8 @@ class MetricsLog:
         # Waits for the device: before the clock is read.
         loss = float(result.loss) if is_logged else math.nan
         step_time_s = time.perf_counter() - trained.began - elsewhere_s
-        self.meter.add_step(step_time_s, trained.data_time_s, self.tokens_per_step)
+        num_tokens = self.batches.at(trained.step).tokens_per_step
+        self.meter.add_step(step_time_s, trained.data_time_s, num_tokens)
         if is_logged:
             row = self.meter.row(
                 trained.step,

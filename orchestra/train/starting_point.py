@@ -33,6 +33,7 @@ from orchestra.run.events import is_whole, read_events
 from orchestra.run.files import Record
 from orchestra.run.rollback import BadSteps, RollBack, Stretch, kept, merged
 from orchestra.run.run_lineage import newest_checkpoint, obeyed_roll_backs
+from orchestra.sizes.topology import BatchRamp
 from orchestra.train.memory_copies import MemoryCopies
 from orchestra.train.state import (
     CheckpointContext,
@@ -356,11 +357,11 @@ def _saved_facts(manifest: Manifest) -> Mapping[str, Any]:
 @dataclass(frozen=True)
 class DataProgress:
     """How far the training has read its data: the samples consumed up to the last bad step, the sequences of
-    a global batch, and what is left out already.
+    each step's global batch, and what is left out already.
     """
 
     position: int
-    global_batch_size: int
+    batches: BatchRamp
     left_out: tuple[Stretch, ...]
 
 
@@ -391,20 +392,21 @@ def order_roll_back(
     """
     to, position = _target(checkpointer, bad, config)
     stretch = None
-    size = data.global_batch_size
+    through = data.batches.sequences_through
     if bad.leaves_out:
         # The data of so many steps from there on, and of all bad ones.
-        num_steps = max(config.skip_steps, bad.last - to)
-        parts = kept(position, num_steps * size, merged(data.left_out))
+        last = to + max(config.skip_steps, bad.last - to)
+        parts = kept(position, through(last) - through(to), merged(data.left_out))
         begin, count = parts[-1]
         stretch = Stretch(parts[0][0], max(begin + count, data.position))
+    steps_of = data.batches.steps_through
     ordered = RollBack(
         attempt=context.attempt,
         step=bad.last,
         to=to,
         cause=bad.cause,
         left_out=() if stretch is None else (stretch,),
-        data_steps=None if stretch is None else (stretch.begin // size + 1, -(-stretch.end // size)),
+        data_steps=None if stretch is None else (steps_of(stretch.begin + 1), steps_of(stretch.end)),
     )
     context.events.write(
         rollback.EVENT,

@@ -26,6 +26,7 @@ from orchestra.precision.scale_history import ScaleHistory
 from orchestra.run.heartbeat import Phase
 from orchestra.sizes.pipeline_schedule import Pass, StagePass
 from orchestra.sizes.step_shares import Part
+from orchestra.sizes.topology import StepBatches
 from orchestra.train.hooks import StepHooks, StepResult
 from orchestra.train.watch.bad_losses import LEAVES_OUT, LossSpikes
 
@@ -43,7 +44,7 @@ class TrainingStep:
         optimizer: Optimizer,
         config: Config,
         mesh: Mesh,
-        tokens_per_step: int,
+        batches: StepBatches,
         hooks: StepHooks,
         loss_scale: DynamicLossScale | None = None,
         spikes: LossSpikes | None = None,
@@ -53,9 +54,7 @@ class TrainingStep:
         self._optim = config.optim
         self._train = config.train
         self._mesh = mesh
-        # The loss is normalised by the tokens of the whole global batch, so that sums over micro-batches and
-        # ranks are the gradient of the mean, whatever the layout.
-        self._share = 1.0 / tokens_per_step
+        self._batches = batches
         self._hooks = hooks
         self._leaves_out_spikes = config.recovery.loss_spike.action in LEAVES_OUT
         self.scale_history = parallelized.scale_history
@@ -115,8 +114,11 @@ class TrainingStep:
 
     def _forward_backward(self, step: int, tokens_ABS: Tensor) -> tuple[Tensor, dist.Work | None]:
         """Return the loss, summed over micro-batches and, once the work is done, over the ranks."""
-        # The loss takes its gradients in the forward pass: what scales them has to come in there.
-        share = self._share if self.loss_scale is None else self.loss_scale.scale * self._share
+        # The loss is normalised by the tokens of the whole global batch, so that sums over micro-batches and
+        # ranks are the gradient of the mean, whatever the layout. It takes its gradients in the forward pass:
+        # what scales them has to come in there.
+        mean = 1.0 / self._batches.at(step).tokens_per_step
+        share = mean if self.loss_scale is None else self.loss_scale.scale * mean
         if self._parallel.expert_balance is not None:
             self._parallel.expert_balance.begin_step(share)
         self._hooks.before_forward(step, tokens_ABS, share)

@@ -79,6 +79,7 @@ from orchestra.train.watch.bad_losses import NonFiniteGuard, OverflowLog
 from orchestra.train.watch.energy import EnergyWatch, build_energy_watch
 from orchestra.train.watch.flight_recorder import answer_for_collectives
 from orchestra.train.watch.inject_faults import Faults
+from orchestra.train.watch.noise_scale import NoiseScale
 from orchestra.train.watch.profile import StepProfiler
 from orchestra.train.watch.replay import Replay, ReplayError
 from orchestra.train.watch.source_losses import SourceLosses, build_source_losses
@@ -126,6 +127,8 @@ class Trainer:
     profiler: StepProfiler
     # None where the data has one source alone.
     sources: SourceLosses | None
+    # None where it is not measured.
+    noise: NoiseScale | None
     # Rank 0's; None on the others.
     metrics: MetricsLog | None
     # None on a CPU.
@@ -199,6 +202,8 @@ class Trainer:
         is_row = is_logged or verdict is not None
         if is_row and self.sources is not None:
             self._show(self.sources.columns(trained))
+        if is_row and self.noise is not None and self.metrics is not None:
+            self._show(self.noise.columns())
         balance = self.built.parallelized.expert_balance
         if is_row and balance is not None and self.metrics is not None:
             self._show(balance.columns())
@@ -246,10 +251,10 @@ class Trainer:
         """Decide where the run goes back to; return the error that ends the attempt. *Collective*."""
         # It waits for the save under way, which takes as long as the storage needs.
         self.hooks.enter(Phase.commit, step)
-        size = self.built.batch.global_batch_size
+        ramp = self.built.batches.ramp
         # The data of the last bad step ends before that of the steps that were trained since.
-        reached = batch.position - (step - bad.last) * size
-        return self.checkpoints.roll_back(bad, reached, size)
+        reached = batch.position - (ramp.sequences_through(step) - ramp.sequences_through(bad.last))
+        return self.checkpoints.roll_back(bad, reached, ramp)
 
     def _request(self, step: int) -> StopRequest:
         """Return the request that ends the training after `step`; rank 0 records it. *Collective*."""
@@ -321,7 +326,7 @@ def assemble(config: Config, mesh: Mesh, ranks: RankEnvironment, rank: RankAttem
     before_steps.enter(Phase.restore)
     begin = checkpoints.begin(lambda: before_steps.enter(Phase.restore))
     _refuse_past_end(config.train.steps, begin)
-    loader = build_loader(config, mesh, built.batch, begin.samples, begin.left_out)
+    loader = build_loader(config, mesh, built.batches, begin.step, begin.samples, begin.left_out)
     stopping = _stopping(config, mesh, peers, rank)
     events_of_rank_0 = rank.events if mesh.rank == 0 else None
     clock = DeviceClock() if mesh.device.type == "cuda" else HostClock()
@@ -335,7 +340,11 @@ def assemble(config: Config, mesh: Mesh, ranks: RankEnvironment, rank: RankAttem
     replay = build_replay(config, mesh, built, peers, events_of_rank_0, begin, rank.attempt)
     guard = _nonfinite_guard(config, built, rank.events, begin)
     sources = build_source_losses(loader.source, built.parallelized.model, mesh)
-    hooks = StepHooks((step_times, heartbeat, faults, profiler, replay, sources, copies, ledger, guard))
+    every = config.train.noise_scale_every
+    noise = None if every is None else NoiseScale(every, built.parallelized, built.batches, mesh)
+    hooks = StepHooks(
+        (step_times, heartbeat, faults, profiler, replay, sources, noise, copies, ledger, guard)
+    )
     step = build_step(config, mesh, built, hooks, begin.loss_scale, begin.recent_losses, begin.fp8_sizes)
     energy = build_energy_watch(mesh, ranks, peers, events_of_rank_0)
     metrics = _metrics(config, mesh, built, step, peak_flops, begin, rank, energy) if mesh.rank == 0 else None
@@ -355,6 +364,7 @@ def assemble(config: Config, mesh: Mesh, ranks: RankEnvironment, rank: RankAttem
         step_times=step_times,
         profiler=profiler,
         sources=sources,
+        noise=noise,
         metrics=metrics,
         energy=energy,
         evaluation=evaluation,
@@ -529,7 +539,7 @@ def _metrics(
     callbacks = build_callbacks(config, begin.callbacks)
     file = JsonLinesWriter(rank.run.metrics)
     board = TensorBoardFiles(rank.run, rank.attempt, begin.step) if config.train.tensorboard else None
-    return MetricsLog(meter, file, overflows, built.batch.tokens_per_step, callbacks, energy, board)
+    return MetricsLog(meter, file, overflows, built.batches, callbacks, energy, board)
 
 
 def run_rank(run: RunDir, attempt: int, from_memory: int | None = None, heart: Heart | None = None) -> int:

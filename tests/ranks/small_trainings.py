@@ -112,7 +112,7 @@ def start(rank: int, world: int, config: Config) -> tuple[Training, Mesh]:
 
 def tokens_of(config: Config, step: int, mesh: Mesh, training: Training) -> Tensor:
     """Return this rank's micro-batches [A, B, S + 1] of a step."""
-    batch = training.batch
+    batch = training.batches.at(step)
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(
         0, config.model.vocab_size, (batch.global_batch_size, batch.seq_len + 1), generator=generator
@@ -303,7 +303,7 @@ def restore_and_go_on(
     saved = checkpointer(rank, world, place / "again" / topic, "read").restore(state.wanted)
     assert saved is not None
     step = build_step(config, mesh, built, StepHooks(), begin.loss_scale, fp8_sizes=begin.fp8_sizes)
-    training = Training(built.parallelized, built.optimizer, built.batch, step)
+    training = Training(built.parallelized, built.optimizer, built.batches, step)
     rows = take_steps(config, training, mesh, range(begin.step + 1, last + 1))
     return rows, (bits(state), _scale(training)), digest(restored.manifest), digest(saved.manifest)
 

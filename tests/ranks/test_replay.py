@@ -61,7 +61,7 @@ def trained(rank: int, world: int, config: Config, folder: Path, flip: tuple[int
         replay = Replay(config.recovery, is_deterministic, built.parallelized, mesh, among, events, 0)
     hooks = StepHooks((faults, replay))
     step_of_run = build_step(config, mesh, built, hooks)
-    training = Training(built.parallelized, built.optimizer, built.batch, step_of_run)
+    training = Training(built.parallelized, built.optimizer, built.batches, step_of_run)
     rows = []
     for step in range(1, STEPS + 1):
         try:

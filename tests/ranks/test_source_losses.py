@@ -80,7 +80,7 @@ def trained(
     held_out = HeldOutLoss(
         {"a": samples(9, 4)}, 4, parallel.model, built.batch, mesh, parallel.stage.begin_forward
     )
-    loader = Loader(source, built.batch, mesh.coordinates.dp, seed=1)
+    loader = Loader(source, built.batches, mesh.coordinates.dp, seed=1)
     rows, losses, shares = [], [], []
     for number in range(1, STEPS + 1):
         batch = loader.next_batch()
@@ -134,7 +134,7 @@ def test_no_graph_is_compiled_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
         counters.clear()
         source = blend()
         built, _, _, step = start(0, 1, compiled, source if keeps else None)
-        loader = Loader(source, built.batch, 0, seed=1)
+        loader = Loader(source, built.batches, 0, seed=1)
         losses = [float(step.run(number, loader.next_batch().tokens).loss) for number in (1, 2)]
         loader.close()
         return losses, counters["stats"]["unique_graphs"]

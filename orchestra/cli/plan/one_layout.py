@@ -14,10 +14,19 @@ from orchestra.cli.text import axis_links, figures
 from orchestra.config.machine import Situation
 from orchestra.errors import EXIT_DONE, EXIT_FAILED
 from orchestra.plan.case import PlanCase, has_idle_stage
-from orchestra.plan.predict import Prediction, StepTime, disk_bytes, host_memory, over_time, predict
+from orchestra.plan.predict import (
+    Prediction,
+    StepTime,
+    disk_bytes,
+    host_memory,
+    over_time,
+    predict,
+    run_seconds,
+)
 from orchestra.plan.stage_memory import Memory, fits
 from orchestra.sizes import topology
 from orchestra.sizes.flops import num_active_parameters, num_parameters
+from orchestra.sizes.topology import batch_ramp
 from orchestra.sizes.units import GIB, MIB
 from orchestra.submit.submission import advice
 
@@ -214,16 +223,17 @@ def _speed(prediction: Prediction) -> list[str]:
 
 
 def _cost(config: Config, prediction: Prediction) -> list[str]:
-    seconds = config.train.steps * prediction.time.total
+    seconds = run_seconds(prediction, config.train)
     hours = seconds / _HOUR_S * prediction.case.layout.world_size
-    tokens = config.train.steps * prediction.case.tokens_per_step
+    tokens = batch_ramp(config.train, prediction.case.layout.dp).sequences_through(config.train.steps)
+    tokens *= config.train.seq_len
     amount = f"{figures.quantity(float(tokens))} tokens in {figures.duration(seconds)}"
     return [f"cost    {config.train.steps:,} steps: {amount}, {_three_digits(hours)} GPU-hours"]
 
 
 def _facts(config: Config, prediction: Prediction) -> dict[str, Any]:
     """Return the same for programs: bytes, seconds, shares of 1."""
-    case, seconds = prediction.case, config.train.steps * prediction.time.total
+    case, seconds = prediction.case, run_seconds(prediction, config.train)
     return {
         "model": case.model.name,
         "num_parameters": num_parameters(case.model),

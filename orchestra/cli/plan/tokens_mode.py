@@ -17,7 +17,7 @@ from orchestra.cli.text import figures
 from orchestra.config.machine import tokens_per_step
 from orchestra.errors import EXIT_DONE, EXIT_FAILED, ConfigError
 from orchestra.plan.frameworks import OWN
-from orchestra.plan.predict import Prediction
+from orchestra.plan.predict import Prediction, run_seconds
 from orchestra.plan.search import search
 from orchestra.plan.space import space_of
 from orchestra.sizes.flops import num_parameters
@@ -146,7 +146,7 @@ def _planned(overrides: Sequence[str], nodes: int, ranks: int, framework: str) -
     found = search(space, 1, search_mode.runs_today).chosen
     if not found:
         return None
-    seconds = request.config.train.steps * found[0].time.total
+    seconds = run_seconds(found[0], request.config.train)
     return GpuPlan(found[0], seconds, search_mode.command(request, found[0].case))
 
 
@@ -155,7 +155,9 @@ def _lines(
 ) -> Iterator[str]:
     train = config.train
     assert train.tokens is not None
-    whole = f"{figures.quantity(float(train.tokens))} = {train.steps:,} steps of {tokens_per_step(config):,}"
+    up_to = "up to " if train.batch_ramp else ""
+    steps = f"{train.steps:,} steps of {up_to}{tokens_per_step(config):,}"
+    whole = f"{figures.quantity(float(train.tokens))} = {steps}"
     yield f"model   {layout_words.model(config.model)}, {config.precision.name.value}"
     yield f"tokens  {whole} in sequences of {train.seq_len:,}"
     told = [*assumed, "the fastest layout that fits (parallelism, micro-batch, recomputation)"]

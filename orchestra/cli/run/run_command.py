@@ -31,7 +31,7 @@ from orchestra.run.files import Record
 from orchestra.run.paths import RunDir
 from orchestra.run.run_folders import remember
 from orchestra.run.run_lineage import newest_checkpoint
-from orchestra.sizes.topology import layout
+from orchestra.sizes.topology import layout, length_of
 from orchestra.submit.launch import launch_spec, source_root
 from orchestra.submit.network_bench import with_measured_network
 from orchestra.submit.new_run import RunRequest, frozen_config, planned_run, prepare
@@ -155,7 +155,7 @@ def train(attempt: ForegroundAttempt, *, as_json: bool) -> int:
 
     config, run = attempt.config, attempt.run
     stream = sys.stderr if as_json else sys.stdout
-    progress = Progress(run, config.train.steps, attempt.number)
+    progress = Progress(run, config.train.steps, attempt.number, length_of(config.train).get("tokens"))
     waiting = f"starting {figures.number_of(describe.world_size(config), 'rank')} …"
     view = open_view(progress, attempt.header, waiting, stream)
     verdict: Verdict | None = None

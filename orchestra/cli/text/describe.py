@@ -27,7 +27,7 @@ from orchestra.sizes.flops import num_active_parameters, num_parameters
 from orchestra.sizes.pipeline_check import check
 from orchestra.sizes.pipeline_schedule import pipeline_shape, schedule
 from orchestra.sizes.step_shares import read_shares
-from orchestra.sizes.topology import batch_shape, global_batch_size, has_open_micro_batch, layout
+from orchestra.sizes.topology import batch_ramp, batch_shape, global_batch_size, has_open_micro_batch, layout
 from orchestra.submit.launch import threads_per_rank, usable_cores
 
 if TYPE_CHECKING:
@@ -55,11 +55,23 @@ def header(config: Config, run: RunDir, attempt: int = 0, from_step: int | None 
         f"run     {name_of(run)}",
         f"model   {_size(model)}, {config.precision.name.value}",
         f"layout  {_layout(mesh, config)}",
+        *_ramp(config),
         f"batch   {size} × {seq_len} = {size * seq_len:,} tokens per step",
         f"        {_shares(mesh, config)}",
         *_pipeline(mesh, config),
         f"device  {_device(config)}",
         *([f"attempt {attempt}, {begins}"] if attempt else []),
+    ]
+
+
+def _ramp(config: Config) -> list[str]:
+    """Say how the batch grows: a line for each of its sizes."""
+    counts = batch_ramp(config.train).num_steps(config.train.steps) if config.train.batch_ramp else []
+    seq_len = config.train.seq_len
+    return [
+        f"ramp    {stage.global_batch_size} × {seq_len} = {stage.global_batch_size * seq_len:,} tokens per "
+        f"step, {count:,} steps from step {stage.first_step:,} on"
+        for stage, count in counts
     ]
 
 

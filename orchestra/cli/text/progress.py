@@ -33,7 +33,7 @@ _SHORTEST_BAR = 4
 _STOPPING = "stopping after this step, with a checkpoint (Ctrl-C again: at once)"
 # What is remembered of each row: a run may have a million of them.
 _OF_CLOSING = re.compile(r"(attempt \d+ finished: )?finished")
-_KEPT = ("step", "attempt", "loss", "tokens_per_s", "mfu", "mfu_causal", "step_time_s")
+_KEPT = ("step", "attempt", "loss", "tokens", "tokens_per_s", "mfu", "mfu_causal", "step_time_s")
 
 
 class Progress:
@@ -42,8 +42,10 @@ class Progress:
     `update` reads what is new; the rest are views of it.
     """
 
-    def __init__(self, run: RunDir, steps: int, attempt: int = 0) -> None:
+    def __init__(self, run: RunDir, steps: int, attempt: int = 0, tokens: int | None = None) -> None:
         self.steps = steps
+        # Of the whole run; None: all steps have the same number.
+        self.tokens = tokens
         self.rows: list[Record] = []
         # The newest row, whole; empty before the first.
         self.last: Record = {}
@@ -139,7 +141,7 @@ class Progress:
     @property
     def seconds_left(self) -> float | None:
         """Time to the last step at the recent pace."""
-        return seconds_left(self.rows, self.steps) if self.rows else None
+        return seconds_left(self.rows, self.steps, self.tokens) if self.rows else None
 
     @property
     def wall_s(self) -> float:

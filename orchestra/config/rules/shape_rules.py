@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -13,6 +14,7 @@ from conf.schema import (
     Family,
     Offload,
     PrecisionName,
+    RampRate,
     Recompute,
     Scaling,
 )
@@ -20,12 +22,13 @@ from orchestra.config.machine import Situation, data_parallel, world_size
 from orchestra.errors import ConfigError
 from orchestra.sizes.activations import budget_problems, layer_activations
 from orchestra.sizes.flops import head_dim, inner_widths
-from orchestra.sizes.pipeline_schedule import pipeline_shape, shape_problem
+from orchestra.sizes.pipeline_schedule import pipeline_shape, shape_problem, splits_backward
 from orchestra.sizes.stage_cut import stages_problems
 from orchestra.sizes.topology import (
     batch_problems,
     batch_shape,
     divisors,
+    has_open_micro_batch,
     layout_problems,
     listed,
     nearest_multiples,
@@ -314,16 +317,82 @@ def rule_batch(config: Config, _: Situation) -> Iterator[str]:
     train = config.train
     if not _positive(train.seq_len):
         return
-    tokens = train.global_batch_tokens
-    if tokens is not None and (tokens < train.seq_len or tokens % train.seq_len):
+    named = {"train.global_batch_tokens": train.global_batch_tokens}
+    if train.batch_ramp:
+        named = {
+            f"train.batch_ramp[{number}].global_batch_tokens": stage.global_batch_tokens
+            for number, stage in enumerate(train.batch_ramp)
+        }
+    parts = {name: tokens for name, tokens in named.items() if tokens is not None and tokens % train.seq_len}
+    for name, tokens in parts.items():
         if tokens >= 1:
             yield (
-                f"train.global_batch_tokens={tokens} is not a whole number of sequences of "
+                f"{name}={tokens} is not a whole number of sequences of "
                 f"train.seq_len={train.seq_len}; use {listed(nearest_multiples(tokens, train.seq_len))}"
             )
+    if parts or any(tokens is not None and tokens < 1 for tokens in named.values()):
         return
     # Where the layout is not known or itself wrong, what must hold for any is checked.
     yield from batch_problems(train, data_parallel(config) or 1)
+
+
+def rule_batch_ramp(config: Config, _: Situation) -> Iterator[str]:
+    ramp = config.train.batch_ramp
+    if not ramp:
+        if config.optim.batch_ramp_lr is not RampRate.none:
+            yield (
+                f"optim.batch_ramp_lr={config.optim.batch_ramp_lr.name} without train.batch_ramp: the batch "
+                "does not change; give a ramp, or use optim.batch_ramp_lr=none"
+            )
+        return
+    if ramp[0].tokens != 0:
+        yield f"train.batch_ramp[0].tokens={ramp[0].tokens}: a run begins at 0 tokens; use tokens: 0"
+    for number, (before, stage) in enumerate(itertools.pairwise(ramp), 1):
+        for name in ("tokens", "global_batch_tokens"):
+            low, found = getattr(before, name), getattr(stage, name)
+            if found <= low:
+                yield (
+                    f"train.batch_ramp[{number}].{name}={found} is not above the {low} of the batch before; "
+                    "use one that is larger, or leave that batch out"
+                )
+    for number, stage in enumerate(ramp):
+        if stage.global_batch_tokens < 1:
+            name = f"train.batch_ramp[{number}].global_batch_tokens"
+            yield f"{name}={stage.global_batch_tokens} is too small; use 1 or more"
+
+
+def rule_noise_scale(config: Config, _: Situation) -> Iterator[str]:
+    """A small batch is a rank's first micro-batch: whole sequences, all of whose gradients are there."""
+    train, parallelism = config.train, config.parallelism
+    every = train.noise_scale_every
+    if every is None:
+        return
+    for axis in ("cp", "ep"):
+        degree = getattr(parallelism, axis)
+        if degree > 1:
+            yield (
+                f"train.noise_scale_every={every} with parallelism.{axis}={degree}: no rank "
+                f"has a gradient of its own sequences alone; use parallelism.{axis}=1 or "
+                "train.noise_scale_every=null"
+            )
+    if parallelism.pp > 1 and (config.model.tie_word_embeddings or splits_backward(parallelism.schedule)):
+        yield (
+            f"train.noise_scale_every={every} with parallelism.pp={parallelism.pp}: the output matrix has no "
+            "gradient of one micro-batch with a tied embedding or a schedule that splits the backward pass; "
+            "use parallelism.schedule=1f1b and model.tie_word_embeddings=false, or leave it out"
+        )
+    dp = data_parallel(config)
+    if dp is None or has_open_micro_batch(train):
+        return
+    try:
+        batch = batch_shape(train, dp)
+    except ConfigError:
+        return
+    if batch.global_batch_size == batch.micro_batch_size:
+        yield (
+            f"train.noise_scale_every={every}: the global batch is one micro-batch of "
+            f"{batch.micro_batch_size}, and two sizes are compared; use a smaller train.micro_batch_size"
+        )
 
 
 def rule_recompute(config: Config, _: Situation) -> Iterator[str]:

@@ -67,6 +67,7 @@ _BOUNDS: dict[str, tuple[int | None, int | None]] = {
     "train.seq_len": (1, 2**30),
     "train.global_batch_tokens": (1, 2**40),
     "train.log_every": (1, None),
+    "train.noise_scale_every": (1, None),
     "train.seed": (0, None),
     "train.max_nonfinite_steps": (1, None),
     "train.loss_chunk_tokens": (1, None),

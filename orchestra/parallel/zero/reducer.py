@@ -34,7 +34,7 @@ from orchestra.parallel.zero.buffers import OF_STEP, SpareMemory, Unit, Units
 from orchestra.parallel.zero.zero_collectives import DataRanks, Pending
 from orchestra.precision.policies import PrecisionPolicy
 
-# Called with a parameter's name and its gradient of a whole micro-batch.
+# Called with a parameter's name and its gradient of a whole micro-batch, before it is summed over ranks.
 Watcher = Callable[[str, Tensor], None]
 # Sums under way that need memory beside the gradients: one that is sent while the next unit fills.
 _MAX_UNDER_WAY = 1
@@ -112,7 +112,8 @@ class Reducer:
         self._under_way: deque[_UnderWay] = deque()
         self._of_replicas: list[Pending] = []
         self._spare = SpareMemory(precision.reduce)
-        self._watcher: Watcher | None = None
+        self._watchers: list[Watcher] = []
+        self._of_apart: Watcher | None = None
         self._apart: dict[str, Tensor] | None = None
         self._units = [self._made(unit, direct) for unit in units.units]
         for gradients in self._units:
@@ -195,23 +196,22 @@ class Reducer:
     @contextmanager
     def watched(self, watcher: Watcher) -> Iterator[None]:
         """Show `watcher` each parameter's gradient of the first micro-batch, as soon as all of it is in."""
-        self._watcher = watcher
+        self._watchers.append(watcher)
         try:
             yield
         finally:
-            self._watcher = None
+            self._watchers.remove(watcher)
 
     @contextmanager
     def apart(self, watcher: Watcher) -> Iterator[None]:
         """Show `watcher` each parameter's gradient of one micro-batch that is none of the training's."""
-        self._apart = {}
+        self._apart, self._of_apart = {}, watcher
         for gradients in self._units:
             gradients.begin()
         try:
-            with self.watched(watcher):
-                yield
+            yield
         finally:
-            self._apart = None
+            self._apart = self._of_apart = None
 
     def close(self) -> None:
         """Take no more gradients."""
@@ -256,8 +256,11 @@ class Reducer:
                 return
             is_apart = self._apart is not None
             gradient = self._apart.pop(name) if self._apart is not None else gradients.views[number]
-            if self._watcher is not None:
-                self._watcher(name, gradient)
+            if self._of_apart is not None:
+                self._of_apart(name, gradient)
+            elif self._micro_batches[gradients.unit.part].is_first:
+                for watcher in self._watchers:
+                    watcher(name, gradient)
             if not is_apart and not any(gradients.missing):
                 self._sum_ready(gradients.unit.part)
 

@@ -15,6 +15,7 @@ from typing import Any
 from conf.schema import Config
 from orchestra.errors import ConfigError
 from orchestra.recovery.accounting import Accounts, account, attempt_times
+from orchestra.report import batch_advice
 from orchestra.report.attempts import ended_attempts, slow_ranks
 from orchestra.report.page import planned
 from orchestra.report.page.configurations import changes_between_attempts, flat_config, shown_overrides
@@ -34,6 +35,7 @@ from orchestra.run.record import read_record
 from orchestra.run.run_lineage import lineage_of
 from orchestra.run.step_times import read_step_times
 from orchestra.sizes.step_shares import OTHER, Part, read_shares
+from orchestra.sizes.topology import batch_ramp
 
 # What a profile's parts are called, in the order in which they are drawn.
 _PARTS = (*(part.value for part in Part), OTHER)
@@ -119,6 +121,7 @@ def run_page(files: RunFiles, now: float, page_folder: Path | None = None) -> Re
         tokens_per_s=median_of(files.rows[-_RECENT_ROWS:], "tokens_per_s"),
         planned_tokens_per_s=plan.get("tokens_per_s"),
         checkpoints=checkpoints,
+        batch=None if config is None else _batch(files.rows, config),
     )
     return {
         "name": state.name,
@@ -176,6 +179,15 @@ def _figures(files: RunFiles, accounts: Accounts, config: Config | None) -> Reco
         "revision": _revision(files.record),
         "job": files.state.job or _job(files.record),
     }
+
+
+def _batch(rows: Sequence[Record], config: Config) -> str | None:
+    """Return what the gradient's noise says of the batch that the last row was trained with."""
+    train = config.train
+    if not rows or (train.global_batch_size is None and train.global_batch_tokens is None):
+        return None
+    batch = batch_ramp(train).at(rows[-1]["step"]).global_batch_size * train.seq_len
+    return batch_advice.words(rows, train.seq_len, batch)
 
 
 def _revision(record: Record) -> str | None:

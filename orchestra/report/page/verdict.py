@@ -55,13 +55,15 @@ class Facts:
     tokens_per_s: float | None
     planned_tokens_per_s: float | None
     checkpoints: Sequence[Record]
+    # What the gradient's noise says of the batch; None where it was not measured.
+    batch: str | None = None
 
 
 def verdict(facts: Facts) -> Record:
     """Return `sentence`, `tone` (good, warn, bad or none), `evidence` and `next`, which are sentences."""
     state = facts.state
     troubles = [*_incidents(facts.attempts), *_slow(facts), *_speed(facts), *_saves(facts)]
-    evidence = [*troubles, *_time(facts.accounts)]
+    evidence = [*troubles, *_time(facts.accounts), *([facts.batch] if facts.batch else [])]
     goodput = facts.accounts.goodput
     share = "" if goodput is None else f", {goodput:.1%} goodput".replace("%", " %")
     first = f"{_stand(state)}{share}"

@@ -29,6 +29,7 @@ from orchestra.run.paths import RunDir, Sweep, SweepDir, SweepMember, to_json
 from orchestra.run.permissions import close_to_others, open_to_group
 from orchestra.run.record import read_record, write_record
 from orchestra.run.run_lineage import newest_checkpoint
+from orchestra.sizes.topology import length_of
 from orchestra.sizes.units import first_few
 from orchestra.submit.claims import (
     array_numbers,
@@ -449,4 +450,4 @@ def _record_change(run: RunDir, config: Config, resume: dict[str, Any]) -> None:
     record = read_record(run)
     resumes = [*(record.get("resumes") or []), resume]
     # sweep.json, which is synced, has what matters.
-    write_record(run, {**record, "steps": config.train.steps, "resumes": resumes}, is_synced=False)
+    write_record(run, {**record, **length_of(config.train), "resumes": resumes}, is_synced=False)

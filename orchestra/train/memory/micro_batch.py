@@ -12,6 +12,7 @@ activations grow with the number of sequences. The choice is made once an attemp
 from __future__ import annotations
 
 import gc
+import math
 import resource
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +29,7 @@ from orchestra.errors import ConfigError
 from orchestra.parallel.mesh import Mesh, RankEnvironment, make_mesh
 from orchestra.run.events import EventWriter
 from orchestra.sizes.pipeline_schedule import pipeline_shape
-from orchestra.sizes.topology import batch_shape, divisors
+from orchestra.sizes.topology import StepBatches, batch_shape, divisors
 from orchestra.train.build import build_training
 from orchestra.train.dry_build import (
     allow_fake_groups,
@@ -79,12 +80,13 @@ def with_micro_batch_size(config: Config, mesh: Mesh, ranks: RankEnvironment, ev
 
 
 def choose_micro_batch_size(config: Config, mesh: Mesh, ranks: RankEnvironment) -> MicroBatchChoice:
-    """Return the largest size that fits on every rank, of those that divide a rank's share of the global
+    """Return the largest size that fits on every rank, of those that divide a rank's share of each global
     batch.
 
     At least 1, though the training itself may then run out of memory. *Collective*.
     """
-    share = batch_shape(_with_size(config, 1).train, mesh.layout.dp).accumulation
+    stages_of_ramp = StepBatches(_with_size(config, 1).train, mesh.layout.dp).ramp.stages
+    share = math.gcd(*(stage.global_batch_size // mesh.layout.dp for stage in stages_of_ramp))
     # A pipeline whose ranks wait for most of a step is no choice, whatever fits.
     stages = pipeline_shape(config.parallelism).num_stages if mesh.layout.pp > 1 else 0
     sizes = [size for size in divisors(share) if share // size >= 2 * stages] or [1]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from recorded_runs import BEGIN, RecordedRun, flat, noisy
 
-from conf.schema import CheckpointConfig, Config, RecoveryConfig, TrainConfig
+from conf.schema import BatchStage, CheckpointConfig, Config, RecoveryConfig, TrainConfig
 from orchestra.alerts.observed import Alert, Limits
 from orchestra.alerts.upkeep_detectors import failing_members
 from orchestra.report.run_state import MemberState, RunState, SweepState
@@ -392,3 +392,13 @@ def test_a_sweep_is_an_alert_where_a_tenth_of_what_ended_went_wrong() -> None:
     assert failing_members(sweep(*good, bad), Limits(), BEGIN, "why") == []
     (alert,) = failing_members(sweep(*good[:18], bad, RunPhase.died), Limits(), BEGIN, "why")
     assert alert.evidence == "2 of 20 members that ended went wrong: 2 × a cause; 018, 019"
+
+
+def test_a_step_is_not_slow_because_its_batch_has_grown(tmp_path: Path) -> None:
+    grows = [BatchStage(0, 4096), BatchStage(300 * 4096, 4 * 4096)]
+    train = TrainConfig(steps=100_000, batch_ramp=grows)
+    run = RecordedRun(tmp_path, Config(train=train)).start().train(300, FALLING)
+    run.train(6, FALLING, seconds=4.0)
+    assert not [key for key in run.alerts() if key.startswith("stall")]
+    run.train(6, FALLING, seconds=9.0)
+    assert "stall:slow_steps" in run.alerts()

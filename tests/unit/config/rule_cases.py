@@ -216,6 +216,25 @@ rule_batch
     train.micro_batch_size=0 -> train.micro_batch_size=0
     train.micro_batch_size=big -> train.micro_batch_size=big | 1 or more, or auto
     train.global_batch_tokens=1000 -> train.global_batch_tokens=1000 | train.seq_len=256 | 768 or 1024
+    train.batch_ramp=[{tokens: 0, global_batch_tokens: 256}, {tokens: 9, global_batch_tokens: 1000}]
+        -> train.batch_ramp[1].global_batch_tokens=1000 | train.seq_len=256 | 768 or 1024
+    train.batch_ramp=[{tokens: 0, global_batch_tokens: 768}, {tokens: 9, global_batch_tokens: 1024}]
+        -> train.batch_ramp[0].global_batch_tokens=768 (3 sequences) | dp=2 | =512 or 1024
+rule_batch_ramp
+    optim.batch_ramp_lr=sqrt -> without train.batch_ramp | optim.batch_ramp_lr=none
+    train.batch_ramp=[{tokens: 9, global_batch_tokens: 512}] -> train.batch_ramp[0].tokens=9 | use tokens: 0
+    train.batch_ramp=[{tokens: 0, global_batch_tokens: 512}, {tokens: 0, global_batch_tokens: 1024}]
+        -> train.batch_ramp[1].tokens=0 | not above the 0
+    train.batch_ramp=[{tokens: 0, global_batch_tokens: 512}, {tokens: 9, global_batch_tokens: 512}]
+        -> train.batch_ramp[1].global_batch_tokens=512 | leave that batch out
+    train.batch_ramp=[{tokens: 0, global_batch_tokens: 0}]
+        -> train.batch_ramp[0].global_batch_tokens=0 | 1 or more
+rule_noise_scale
+    train.noise_scale_every=5  parallelism.cp=2 -> parallelism.cp=2 | use parallelism.cp=1
+    train.noise_scale_every=5  parallelism.pp=2  model.tie_word_embeddings=true
+        -> use parallelism.schedule=1f1b
+    train.noise_scale_every=5  cluster.gpus_per_node=1  train.global_batch_size=4  train.micro_batch_size=4
+        -> one micro-batch of 4 | a smaller train.micro_batch_size
 rule_profiled_ranks
     train.profile.enabled=true  train.profile.ranks=[0, 2] -> no rank 2 | 0 to 1
     train.profile.enabled=true  train.profile.ranks=[] -> nothing would be

@@ -11,6 +11,7 @@ from orchestra.config.compose import changed_config, compose
 from orchestra.config.machine import Situation
 from orchestra.errors import ConfigError
 from orchestra.run.config_file import read_config, write_config
+from orchestra.submit.resume_changes import ResumeChanges
 
 CPU = Situation("run", num_gpus=0)
 
@@ -92,3 +93,30 @@ def test_all_problems_come_together(frozen: Config) -> None:
     found = "\n".join(problems(frozen, "train.seed=1", "optim.lr=-1", "no.such=2"))
     for word in ("train.seed=1", "optim.lr=-1", "no.such"):
         assert word in found
+
+
+def test_a_ramp_may_change_batches_to_come_and_none_that_steps_had(frozen: Config) -> None:
+    size = frozen.train.global_batch_size
+    assert size is not None
+    tokens = size * frozen.train.seq_len
+
+    def ramp(until: int, first: int = 1) -> Config:
+        said = f"[{{tokens: 0, global_batch_tokens: {first * tokens}}}"
+        said += f", {{tokens: {until * tokens}, global_batch_tokens: {4 * tokens}}}]"
+        return changed_config(frozen, [f"train.batch_ramp={said}"], CPU)
+
+    grown = ramp(until=20)
+    # What other code asks of the batch is the last one.
+    assert (grown.train.global_batch_size, grown.train.global_batch_tokens) == (None, 4 * tokens)
+    changes = ResumeChanges(frozen, grown, 20)
+    changes.refuse_other_past()
+    assert changes.tokens_left == 40 * 4 * tokens
+    for other in (ramp(until=19), ramp(until=20, first=2)):
+        with pytest.raises(ConfigError, match=r"steps 1 to 20 were trained on .* keep the batches"):
+            ResumeChanges(frozen, other, 20).refuse_other_past()
+    (twice,) = problems(
+        frozen, "train.batch_ramp=[{tokens: 0, global_batch_tokens: 4096}]", "train.global_batch_size=16"
+    )
+    assert "train.global_batch_size and train.batch_ramp are both given" in twice
+    # A batch that is said takes a ramp's place.
+    assert changed_config(grown, ["train.global_batch_size=16"], CPU).train.batch_ramp == []

@@ -6,18 +6,20 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
 from support.waiting import eventually
 
+from conf.schema import BatchStage, TrainConfig
 from orchestra.data.loader import Batch, Loader
 from orchestra.data.order import Int64, sample_ids
 from orchestra.data.source import TokenSamples
 from orchestra.errors import DataError
 from orchestra.run.rollback import Stretch, merged
-from orchestra.sizes.topology import BatchShape
+from orchestra.sizes.topology import StepBatches
 
 SEQ_LEN = 4
 GLOBAL_BATCH = 8
@@ -27,15 +29,23 @@ SOURCE = TokenSamples(np.arange(1001, dtype=np.uint32), SEQ_LEN, 2000, "array")
 OUT = merged([Stretch(GLOBAL_BATCH, 3 * GLOBAL_BATCH), Stretch(4 * GLOBAL_BATCH + 3, 4 * GLOBAL_BATCH + 5)])
 
 
-def share(micro_batch: int, dp_coordinate: int = 0, dp: int = 1) -> tuple[BatchShape, int]:
-    accumulation = GLOBAL_BATCH // (micro_batch * dp)
-    return BatchShape(GLOBAL_BATCH, micro_batch, accumulation, dp, SEQ_LEN), dp_coordinate
+def share(
+    micro_batch: int, dp_coordinate: int = 0, dp: int = 1, ramp: Sequence[BatchStage] = ()
+) -> tuple[StepBatches, int]:
+    train = TrainConfig(
+        seq_len=SEQ_LEN, global_batch_size=GLOBAL_BATCH, micro_batch_size=micro_batch, batch_ramp=list(ramp)
+    )
+    return StepBatches(train, dp), dp_coordinate
 
 
 def batches(
-    share: tuple[BatchShape, int], count: int, position: int = 0, left_out: tuple[Stretch, ...] = ()
+    share: tuple[StepBatches, int],
+    count: int,
+    position: int = 0,
+    left_out: tuple[Stretch, ...] = (),
+    step: int = 0,
 ) -> list[Batch]:
-    loader = Loader(SOURCE, *share, seed=7, position=position, left_out=left_out)
+    loader = Loader(SOURCE, *share, seed=7, step=step, position=position, left_out=left_out)
     try:
         return [loader.next_batch() for _ in range(count)]
     finally:

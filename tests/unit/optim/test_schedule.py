@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from conf.schema import OptimConfig, Schedule, TrainConfig
+from conf.schema import BatchStage, OptimConfig, Schedule, TrainConfig
 from orchestra.optim.schedule import learning_rate
 
 
@@ -50,3 +50,15 @@ def test_wsd_is_constant_until_its_decay() -> None:
     values = rates(optim, 100)
     assert values[:80] == pytest.approx([1.0] * 80)
     assert values[89] == pytest.approx(0.5)
+
+
+def test_with_a_ramp_the_shape_follows_tokens_and_the_warm_up_steps() -> None:
+    ramp = [BatchStage(0, 512), BatchStage(40 * 512, 2048)]
+    train = TrainConfig(steps=70, seq_len=256, batch_ramp=ramp)
+    optim = OptimConfig(lr=1.0, min_lr=0.0, warmup_steps=10, schedule=Schedule.linear)
+    values = [learning_rate(optim, train, step) for step in range(1, 71)]
+    assert values[:10] == pytest.approx([step / 10 for step in range(1, 11)])
+    # Of 30 · 512 + 30 · 2,048 tokens after the warm-up, the first 30 steps take a fifth.
+    assert values[39] == pytest.approx(0.8)
+    assert values[54] == pytest.approx(0.4)
+    assert values[69] == 0.0

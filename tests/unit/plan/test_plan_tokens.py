@@ -37,3 +37,15 @@ def test_a_plan_ends_with_1_where_nothing_fits(orchestra: CommandLine) -> None:
     huge = ["model=llama3_405b", "cluster.nodes=1", "cluster.hardware=a100_40"]
     assert "does not fit" in orchestra("plan", *huge, "--tokens", "1T", code=EXIT_FAILED).out
     assert "does not fit" in orchestra("plan", *huge, code=EXIT_FAILED).out
+
+
+def test_the_steps_of_a_ramp_are_counted_and_timed_each_with_its_own_batch(orchestra: CommandLine) -> None:
+    ramp = "[{tokens: 0, global_batch_tokens: 524288}, {tokens: 52428800, global_batch_tokens: 2097152}]"
+    words = ["model=llama_1b", "precision=bf16", "train.seq_len=8192", "train.micro_batch_size=1"]
+    found = orchestra.json("plan", *words, f"train.batch_ramp={ramp}", "train.tokens=1B")
+    small, large = (
+        orchestra.json("plan", *words, f"train.global_batch_tokens={tokens}", f"train.steps={steps}")
+        for tokens, steps in ((524288, 100), (2097152, 452))
+    )
+    assert found["steps"] == 100 + 452
+    assert found["run_s"] == pytest.approx(small["run_s"] + large["run_s"])

@@ -8,12 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conf.schema import OptimConfig, ParallelismConfig, TrainConfig
+from conf.schema import BatchStage, OptimConfig, ParallelismConfig, TrainConfig
 from orchestra.errors import ConfigError
 from orchestra.sizes.topology import (
     Coordinates,
     Layout,
+    StepBatches,
     axis_links,
+    batch_ramp,
     batch_shape,
     divisors,
     global_batch_size,
@@ -200,3 +202,33 @@ def test_numbers_are_listed_in_words() -> None:
     assert listed([1]) == "1"
     assert listed([1, 2, 4]) == "1, 2 or 4"
     assert listed(list(range(20))) == "0, 1, 2, 3, 4, 5, …, 15, 16, 17, 18 or 19"
+
+
+@given(
+    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=4, unique=True),
+    ends=st.lists(st.integers(1, 900), min_size=3, max_size=3, unique=True),
+    steps=st.integers(1, 60),
+)
+def test_a_ramp_gives_each_step_the_batch_of_the_tokens_before_it(
+    sizes: list[int], ends: list[int], steps: int
+) -> None:
+    seq_len, dp = 8, 2
+    begins = [0, *sorted(ends)]
+    stages = [
+        BatchStage(begin, 2 * size * seq_len) for begin, size in zip(begins, sorted(sizes), strict=False)
+    ]
+    train = TrainConfig(seq_len=seq_len, steps=steps, batch_ramp=stages)
+    ramp, batches, trained = batch_ramp(train), StepBatches(train, dp), 0
+    for step in range(1, steps + 1):
+        (*_, stage) = (stage for stage in stages if stage.tokens <= trained * seq_len)
+        batch = batches.at(step)
+        assert batch.tokens_per_step == stage.global_batch_tokens
+        assert batch.micro_batch_size * batch.accumulation * dp == batch.global_batch_size
+        assert batch.micro_batch_size == batches.last.micro_batch_size
+        assert ramp.steps_through(trained + 1) == step
+        trained += batch.global_batch_size
+        assert ramp.sequences_through(step) == trained
+        assert ramp.steps_through(trained) == step
+    counts = ramp.num_steps(steps)
+    assert sum(count for _, count in counts) == steps
+    assert sum(count * stage.global_batch_size for stage, count in counts) == trained

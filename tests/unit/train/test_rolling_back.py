@@ -16,7 +16,10 @@ from orchestra.run.events import read_events
 from orchestra.run.paths import RunDir
 from orchestra.run.rollback import BROKEN_DEVICE, SPIKE, BadSteps, Stretch
 from orchestra.run.run_lineage import lineage_of, newest_checkpoint
+from orchestra.sizes.topology import BatchRamp, RampStage
 from orchestra.train.starting_point import target
+
+BATCHES = BatchRamp((RampStage(1, 0, SIZE),))
 
 SPIKED = BadSteps(18, 18, SPIKE, "step 18: the loss rose")
 
@@ -29,7 +32,7 @@ def config(steps_before: int = 1, skip_steps: int = 1, **checkpoint: Any) -> Con
 
 def rolled_back(path: Path, chosen: Config, bad: BadSteps = SPIKED) -> dict[str, Any]:
     attempt = begun(path, 0, chosen, (5, 10, 15))
-    error = attempt.checkpoints.roll_back(bad, bad.last * SIZE, SIZE)
+    error = attempt.checkpoints.roll_back(bad, bad.last * SIZE, BATCHES)
     assert isinstance(error, RollBackError)
     assert error.exit_code == 1
     (event,) = events(path, "roll_back")
@@ -108,7 +111,7 @@ def test_what_is_left_out_adds_up_and_is_in_every_later_checkpoint(tmp_path: Pat
     rolled_back(path, chosen)
     second = begun(path, 1, chosen, (15,))
     # After step 15 its data stands 8 steps further on.
-    second.checkpoints.roll_back(BadSteps(17, 17, SPIKE, "again"), 25 * SIZE, SIZE)
+    second.checkpoints.roll_back(BadSteps(17, 17, SPIKE, "again"), 25 * SIZE, BATCHES)
     third = Attempt(path, 2, chosen)
     begin = third.checkpoints.begin()
     assert begin.step == 10
@@ -148,5 +151,5 @@ def test_a_damaged_checkpoint_is_not_chosen(tmp_path: Path) -> None:
     path, chosen = tmp_path / "run", config(steps_before=6)
     attempt = begun(path, 0, chosen, (5, 10, 15))
     (path / "checkpoints" / "step-00000010" / "manifest.json").write_text("{")
-    attempt.checkpoints.roll_back(SPIKED, 18 * SIZE, SIZE)
+    attempt.checkpoints.roll_back(SPIKED, 18 * SIZE, BATCHES)
     assert events(path, "roll_back")[0]["to"] == 5
