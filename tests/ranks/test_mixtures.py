@@ -64,10 +64,10 @@ CASES: dict[str, tuple[ModelConfig, dict[str, Any], dict[str, Any]]] = {
         {"recompute": Recompute.selective},
     ),
     # A micro-batch of both ranks is one of one process.
-    "batch, zero 1": (
+    "batch, zero 1, selective": (
         replace(AUX, moe_aux_scope=MoeAuxScope.batch, num_experts=4),
         {"zero": 1},
-        {"micro_batch_size": 1},
+        {"micro_batch_size": 1, "recompute": Recompute.selective},
     ),
 }
 
