@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from orchestra.model.mixture.balance import uncounted
 from orchestra.model.mixture.experts import EXPERTS, Experts
 from orchestra.model.mixture.mixture import Mixture
 from orchestra.model.transformer import Transformer
+from orchestra.parallel.found_once import LearnedInPass
 from orchestra.parallel.mesh import Mesh
 from orchestra.parallel.tensor.split import ColumnsProduct, RowsProducts
 from orchestra.parallel.tensor.tensor_collectives import SUM_IN_PLACE, SUM_SCATTERED
@@ -133,8 +134,11 @@ def _num_products(block: nn.Module) -> int:
 
 
 def _counted_once() -> Contexts:
-    """Return the contexts of a pass that counts tokens, and of its repetition, which counts none."""
-    return nullcontext(), uncounted()
+    """Return the contexts of a pass that counts tokens and asks other ranks for theirs, and of a repetition
+    that does neither.
+    """
+    learned = LearnedInPass()
+    return learned.kept(), _all_of(uncounted(), learned.taken())
 
 
 def _contexts(num_products: int, *, is_counted: bool) -> Contexts:
@@ -167,7 +171,10 @@ def _contexts(num_products: int, *, is_counted: bool) -> Contexts:
     first, second = create_selective_checkpoint_contexts(  # type: ignore[no-untyped-call]
         policy, allow_cache_entry_mutation=True
     )
-    return first, (_both(second, uncounted()) if is_counted else second)
+    if not is_counted:
+        return first, second
+    of_first, of_second = _counted_once()
+    return _all_of(first, of_first), _all_of(second, of_second)
 
 
 def _memory_of(tensor: torch.Tensor) -> int:
@@ -176,7 +183,7 @@ def _memory_of(tensor: torch.Tensor) -> int:
 
 
 @contextmanager
-def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+def _all_of(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
     with outer, inner:
         yield
 

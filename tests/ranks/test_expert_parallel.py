@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from mixture_trainings import (
     MIXTURE,
     Choices,
@@ -30,8 +31,10 @@ from small_trainings import (
     save_and_go_on,
 )
 
-from conf.schema import Config, ModelConfig
+from conf.schema import Config, ModelConfig, Recompute
 from orchestra.parallel.experts.expert_shares import ExpertShares
+from orchestra.parallel.mesh import make_mesh
+from orchestra.sizes.topology import Layout
 
 IS_WHOLE = os.environ.get("ORCHESTRA_EQUIVALENCE") == "all"
 STEPS = 20 if IS_WHOLE else 3
@@ -189,6 +192,37 @@ def test_selective_recomputation_repeats_no_sum_over_ranks(ranks: Ranks) -> None
             for kind in ("none", "selective")
         ]
         assert sent[0] == sent[1]
+
+
+def test_recomputation_repeats_exchanges_of_rows_and_asks_nobody_twice(ranks: Ranks) -> None:
+    choices = reference().choices
+    found = {}
+    for name, config in (
+        ("all_to_all", mixed(dp=2, ep=2)),
+        ("all_reduce", mixed(replace(TIGHT, first_k_dense_replace=3), ep=1, cp=2)),
+    ):
+        for kind in ("none", "full", "selective"):
+            how = replace(config, train=replace(config.train, recompute=Recompute(kind)))
+            of_ranks = ranks(2).run(trained_mixture, config=how, choices=choices, steps=STEPS)
+            found[name, kind] = sum(of_rank.bytes_sent[name] for of_rank in of_ranks)
+    there_and_back = bytes_of_exchanges(mixed(dp=2, ep=2), choices) // 2
+    for kind in ("full", "selective"):
+        assert found["all_to_all", kind] == found["all_to_all", "none"] + there_and_back
+        assert found["all_reduce", kind] == found["all_reduce", "none"]
+
+
+def has_own_group(rank: int, world: int) -> bool:
+    """Return whether tokens meet nobody else's collectives, where the same ranks are data-parallel."""
+    mesh = make_mesh(rank, Layout(dp=world, ep=world), torch.device("cpu"))
+    assert mesh.ep_group is not None
+    members = dist.get_process_group_ranks(mesh.ep_group)
+    is_own = mesh.ep_group not in (mesh.dp_group, mesh.loss_group, dist.group.WORLD)
+    dist.destroy_process_group(mesh.ep_group)
+    return is_own and members == list(range(world))
+
+
+def test_tokens_travel_over_a_group_of_their_own(ranks: Ranks) -> None:
+    assert ranks(2).run(has_own_group) == [True, True]
 
 
 def test_a_save_is_the_same_on_any_layout(ranks: Ranks, tmp_path: Path) -> None:

@@ -124,6 +124,13 @@ def test_compiled_blocks_with_exchanges_that_are_recomputed_count_each_token_onc
     assert sum(of_ranks[0][key]) == sum(expected[key]) == 12 * 16 * 2
 
 
+def test_compiled_blocks_with_exchanges_train_what_one_process_does(ranks: Ranks) -> None:
+    model = replace(MIXTURE, num_hidden_layers=2)
+    config = config_of(model, train={"compile": True}, zero=3, ep=2)
+    (found,) = trained_on(ranks(2), [config], steps=2)
+    assert_same_training(found, alone(config_of(model), steps=2))
+
+
 def test_a_run_goes_on_bit_for_bit_and_on_another_layout(ranks: Ranks, tmp_path: Path) -> None:
     config = on_ranks("latents, zero 2, full")
     assert_goes_on_bit_for_bit(ranks(2), config, tmp_path / "two", saved=2, last=4)
