@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from orchestra.model.mixture.balance import uncounted
 from orchestra.model.mixture.experts import EXPERTS, Experts
 from orchestra.model.mixture.mixture import Mixture
 from orchestra.model.transformer import Transformer
+from orchestra.parallel.found_once import LearnedInPass
 from orchestra.parallel.mesh import Mesh
 from orchestra.parallel.tensor.split import ColumnsProduct, RowsProducts
 from orchestra.parallel.tensor.tensor_collectives import SUM_IN_PLACE, SUM_SCATTERED
@@ -60,9 +61,8 @@ _PRODUCTS = frozenset(
     )
 )
 _traced = torch.ops._c10d_functional
-_SUMS = frozenset(
-    (SUM_IN_PLACE, SUM_SCATTERED, _traced.all_reduce.default, _traced.reduce_scatter_tensor.default)
-)
+_SUMS = frozenset((SUM_IN_PLACE, SUM_SCATTERED))
+_TRACED_SUMS = frozenset((_traced.all_reduce.default, _traced.reduce_scatter_tensor.default))
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
@@ -115,10 +115,7 @@ def recomputed(block: nn.Module, kind: Recompute, *, is_one_graph: bool = False)
     # A compiler never repeats what changes a counter.
     is_counted = not is_one_graph and any(isinstance(module, Mixture) for module in block.modules())
     if kind is Recompute.selective:
-        num_sums = sum(isinstance(module, ColumnsProduct) for module in block.modules())
-        options["context_fn"] = functools.partial(
-            _contexts, num_sums + _num_products(block), num_sums, is_counted=is_counted
-        )
+        options["context_fn"] = functools.partial(_contexts, _num_products(block), is_counted=is_counted)
     elif is_counted:
         options["context_fn"] = _counted_once
     return functools.partial(checkpoint, block.forward, **options)
@@ -128,7 +125,7 @@ def _num_products(block: nn.Module) -> int:
     """Return how many products a block takes, and one more where experts take the last one: what they made
     is needed, for the gradients of the weights by which it is summed.
     """
-    number = sum(isinstance(module, nn.Linear) for module in block.modules())
+    number = sum(isinstance(module, nn.Linear | ColumnsProduct) for module in block.modules())
     for module in block.modules():
         if isinstance(module, Mixture):
             router = 1
@@ -137,33 +134,56 @@ def _num_products(block: nn.Module) -> int:
 
 
 def _counted_once() -> Contexts:
-    """Return the contexts of a pass that counts tokens, and of its repetition, which counts none."""
-    return nullcontext(), uncounted()
-
-
-def _contexts(num_products: int, num_sums: int, *, is_counted: bool) -> Contexts:
-    """Return the contexts of one pass, which keeps all products and sums over ranks but the last of each.
-
-    The last ones are the block's output, which the next block keeps as its input.
+    """Return the contexts of a pass that counts tokens and asks other ranks for theirs, and of a repetition
+    that does neither.
     """
-    left = {_PRODUCTS: num_products - 1, _SUMS: num_sums - 1}
+    learned = LearnedInPass()
+    return learned.kept(), _all_of(uncounted(), learned.taken())
 
-    def policy(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
-        for kept in left:
-            if operator in kept and left[kept] > 0:
-                left[kept] -= 1
-                return CheckpointPolicy.MUST_SAVE
-        return CheckpointPolicy.PREFER_RECOMPUTE
 
-    # A sum over ranks is taken in the memory of the product that is kept.
+def _contexts(num_products: int, *, is_counted: bool) -> Contexts:
+    """Return the contexts of one pass, which keeps all products but the last one, and the sums over ranks of
+    those that it keeps.
+
+    The last product is the block's output, which the next block keeps as its input. A sum is taken in the
+    memory of its product: whoever repeated one of the two alone would sum twice, or sum nothing.
+    """
+    left, was_kept = num_products - 1, False
+    memory: set[int] = set()
+
+    def is_kept(context: Any, operator: Any, *arguments: Any) -> bool:
+        nonlocal left, was_kept
+        if operator in _PRODUCTS:
+            was_kept = left > 0
+            left -= 1
+            if was_kept:
+                made = context.op_output
+                memory.update(map(_memory_of, made if isinstance(made, tuple) else (made,)))
+            return was_kept
+        if operator in _TRACED_SUMS:
+            # What is traced has no memory yet: a sum is of the product before it.
+            return was_kept
+        return operator in _SUMS and _memory_of(arguments[0]) in memory
+
+    def policy(*arguments: Any, **_: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if is_kept(*arguments) else CheckpointPolicy.PREFER_RECOMPUTE
+
     first, second = create_selective_checkpoint_contexts(  # type: ignore[no-untyped-call]
         policy, allow_cache_entry_mutation=True
     )
-    return first, (_both(second, uncounted()) if is_counted else second)
+    if not is_counted:
+        return first, second
+    of_first, of_second = _counted_once()
+    return _all_of(first, of_first), _all_of(second, of_second)
+
+
+def _memory_of(tensor: torch.Tensor) -> int:
+    """Return what views of the same memory have in common, which may have been released."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 @contextmanager
-def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+def _all_of(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
     with outer, inner:
         yield
 

@@ -20,6 +20,7 @@ from conf.schema import Config, ModelConfig, MoeBalance
 from orchestra.model.mixture.balance import STATISTICS, Balance, updated_bias
 from orchestra.model.mixture.mixture import Mixture
 from orchestra.model.transformer import Transformer
+from orchestra.parallel.found_once import once
 from orchestra.parallel.marks import marked
 from orchestra.parallel.mesh import Mesh
 from orchestra.sizes.step_shares import Part
@@ -71,8 +72,13 @@ def _place_buffers(module: nn.Module, device: torch.device) -> None:
 
 def _summed(group: dist.ProcessGroup, counts: Tensor) -> Tensor:
     """Return the sum over the ranks of a group. *Collective*."""
-    # torch's functional collectives take any string, and call the type of some of them a name.
-    return functional.wait_tensor(functional.all_reduce(counts, "sum", group))  # type: ignore[no-any-return, no-untyped-call]
+
+    def total() -> Tensor:
+        # torch's functional collectives take any string, and call the type of some of them a name.
+        return functional.wait_tensor(functional.all_reduce(counts, "sum", group))  # type: ignore[no-any-return, no-untyped-call]
+
+    # What is compiled knows by itself what it repeats.
+    return total() if torch.compiler.is_compiling() else once(total)
 
 
 @dataclass(frozen=True)

@@ -134,6 +134,9 @@ class Mesh:
 
 def make_mesh(rank: int, degrees: Layout, device: torch.device, open_group: OpenGroup | None = None) -> Mesh:
     """Return a rank's place in a layout of all ranks. *Collective* where there are several."""
+    # Tokens travel while ZeRO gathers and reduces: over a communicator of their own, where the ranks are the
+    # same too, since what is started over one runs one after the other (NCCL).
+    open_own = open_group or _open_own_group
     open_group = open_group or _open_group
     opened: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
 
@@ -148,6 +151,7 @@ def make_mesh(rank: int, degrees: Layout, device: torch.device, open_group: Open
         return opened[members]
 
     is_sharded, has_ep = degrees.shard > 1, degrees.ep > 1
+    ep_group = open_own(degrees.neighbours(rank, ["ep"])) if has_ep else None
     of_experts = ("expert_dp", "cp")
     return Mesh(
         rank=rank,
@@ -164,7 +168,7 @@ def make_mesh(rank: int, degrees: Layout, device: torch.device, open_group: Open
         model_group=group("ep", "tp", "pp") if has_ep and not is_sharded else group("shard", "tp", "pp"),
         pp_group=group("pp"),
         data_group=group("dp", "cp"),
-        ep_group=group("ep"),
+        ep_group=ep_group,
         expert_shard_group=(group(*of_experts) if is_sharded else None) if has_ep else group("shard"),
         expert_replicate_group=(None if is_sharded else group(*of_experts)) if has_ep else group("replicate"),
         open_group=open_group,
@@ -176,6 +180,10 @@ def _open_group(members: Sequence[int]) -> dist.ProcessGroup:
         world = dist.group.WORLD
         assert world is not None
         return world
+    return _open_own_group(members)
+
+
+def _open_own_group(members: Sequence[int]) -> dist.ProcessGroup:
     # Only the members meet: of a thousand ranks none waits for groups that it is not in.
     group: dist.ProcessGroup = dist.new_group(list(members), use_local_synchronization=True)
     return group

@@ -57,14 +57,16 @@ def config_of(
     copy_every: int | None = None,
     inject: Sequence[dict[str, Any]] = (),
     checkpoint: dict[str, Any] | None = None,
+    num_experts: int = 0,
     **parallelism: Any,
 ) -> Config:
     """Return a tiny model, whose global batch 1, 2, 3 and 4 ranks can share."""
+    model = replace(MODEL, num_experts=num_experts, moe_intermediate_size=13 if num_experts else None)
     saving = {"every_steps": EVERY, "async_save": False, "timeout_s": 60.0, **(checkpoint or {})}
     train = {"steps": STEPS, "global_batch_size": GLOBAL_BATCH, "micro_batch_size": 1}
     optim = {"state_dtype": state_dtype}
     return replace(
-        small_trainings.config_of(MODEL, precision, optim=optim, train=train, **parallelism),
+        small_trainings.config_of(model, precision, optim=optim, train=train, **parallelism),
         data=DataConfig(ledger=True),
         checkpoint=CheckpointConfig(**saving),
         recovery=RecoveryConfig(memory_copy_every_steps=copy_every, inject=list(inject)),

@@ -43,11 +43,13 @@ LAYOUTS: list[dict[str, Any]] = [
     {"tp": 2, "sequence_parallel": True},
     {"pp": 2},
     {"zero": 3, "cp": 2},
+    {"num_experts": 3, "ep": 2, "zero": 1},
 ]
 
 
-def config(**parallelism: Any) -> Config:
-    return config_of(EVEN, train=TRAIN, **parallelism)
+def config(num_experts: int = 0, **parallelism: Any) -> Config:
+    model = replace(EVEN, num_experts=num_experts, first_k_dense_replace=1) if num_experts else EVEN
+    return config_of(model, train=TRAIN, **parallelism)
 
 
 def samples(num_samples: int, seed: int) -> TokenSamples:
@@ -78,7 +80,7 @@ def evaluated(rank: int, world: int, config: Config, steps: int = 4) -> tuple[Wh
 
 @pytest.mark.parametrize("parallelism", LAYOUTS, ids=str)
 def test_no_bit_changes_and_layouts_agree(ranks: Ranks, parallelism: dict[str, Any]) -> None:
-    alone = ranks(1).run(evaluated, config=config())[0]
+    alone = ranks(1).run(evaluated, config=config(parallelism.get("num_experts", 0)))[0]
     found = ranks(2).run(evaluated, config=config(**parallelism))
     plain = ranks(2).run(trained, config=config(**parallelism), steps=4)
     assert_same_bits([whole for whole, _ in found], plain)

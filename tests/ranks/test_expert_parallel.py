@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from mixture_trainings import (
     MIXTURE,
     Choices,
@@ -30,8 +31,10 @@ from small_trainings import (
     save_and_go_on,
 )
 
-from conf.schema import Config, ModelConfig
+from conf.schema import Config, ModelConfig, Recompute
 from orchestra.parallel.experts.expert_shares import ExpertShares
+from orchestra.parallel.mesh import make_mesh
+from orchestra.sizes.topology import Layout
 
 IS_WHOLE = os.environ.get("ORCHESTRA_EQUIVALENCE") == "all"
 STEPS = 20 if IS_WHOLE else 3
@@ -49,6 +52,8 @@ LATENT = replace(
     v_head_dim=5,
 )
 PLAIN_QUERIES = replace(LATENT, q_lora_rank=None)
+# Experts and none that every token goes through.
+ALONE = replace(LATENT, shared_expert_intermediate_size=0, first_k_dense_replace=0)
 
 # Between them every degree meets every other one, every stage of ZeRO, and capacity.
 OF_FOUR: tuple[Config, ...] = (
@@ -76,6 +81,13 @@ OF_EIGHT: tuple[Config, ...] = (
 )
 FIVE = replace(MIXTURE, num_experts=5)
 OF_THREE = (mixed(FIVE, dp=3, ep=3, num_sequences=6), mixed(FIVE, dp=3, ep=3, num_sequences=6, zero=3))
+# Sums over ranks are kept with their products: those of attention, of the shared expert and of the experts.
+OF_TWO = (
+    mixed(ep=1, tp=2, recompute="selective"),
+    mixed(TIGHT, ep=1, tp=2, sequence_parallel=True, recompute="selective"),
+    mixed(LATENT, ep=1, tp=2, zero=1, recompute="selective"),
+    mixed(ALONE, ep=1, tp=2, sequence_parallel=True, accumulation=2, recompute="selective"),
+)
 
 
 @functools.cache
@@ -120,7 +132,7 @@ def bytes_of_exchanges(config: Config, choices: Choices) -> int:
 def groups() -> list[tuple[int, Sequence[Config]]]:
     """Return what one test trains: on how many ranks, and how."""
     of_four = [OF_FOUR[begin : begin + 4] for begin in range(0, len(OF_FOUR), 4)]
-    return [*((4, configs) for configs in of_four), (8, OF_EIGHT), (3, OF_THREE)]
+    return [*((4, configs) for configs in of_four), (8, OF_EIGHT), (3, OF_THREE), (2, OF_TWO)]
 
 
 @pytest.mark.parametrize(("num_ranks", "configs"), groups())
@@ -171,6 +183,46 @@ def test_zero_sends_experts_among_the_ranks_that_have_the_same_ones(ranks: Ranks
     of_pass = 4 * (others * 3 / 4 + experts / 2 * 1 / 2)
     assert sent["reduce_scatter"] == pytest.approx(2 * of_pass, rel=0.02)
     assert sent["all_gather"] == pytest.approx(of_pass, rel=0.02)
+
+
+def test_selective_recomputation_repeats_no_sum_over_ranks(ranks: Ranks) -> None:
+    for model in (MIXTURE, ALONE):
+        sent = [
+            ranks(2).run(bytes_sent, config=mixed(model, ep=1, tp=2, recompute=kind))[0]
+            for kind in ("none", "selective")
+        ]
+        assert sent[0] == sent[1]
+
+
+def test_recomputation_repeats_exchanges_of_rows_and_asks_nobody_twice(ranks: Ranks) -> None:
+    choices = reference().choices
+    found = {}
+    for name, config in (
+        ("all_to_all", mixed(dp=2, ep=2)),
+        ("all_reduce", mixed(replace(TIGHT, first_k_dense_replace=3), ep=1, cp=2)),
+    ):
+        for kind in ("none", "full", "selective"):
+            how = replace(config, train=replace(config.train, recompute=Recompute(kind)))
+            of_ranks = ranks(2).run(trained_mixture, config=how, choices=choices, steps=STEPS)
+            found[name, kind] = sum(of_rank.bytes_sent[name] for of_rank in of_ranks)
+    there_and_back = bytes_of_exchanges(mixed(dp=2, ep=2), choices) // 2
+    for kind in ("full", "selective"):
+        assert found["all_to_all", kind] == found["all_to_all", "none"] + there_and_back
+        assert found["all_reduce", kind] == found["all_reduce", "none"]
+
+
+def has_own_group(rank: int, world: int) -> bool:
+    """Return whether tokens meet nobody else's collectives, where the same ranks are data-parallel."""
+    mesh = make_mesh(rank, Layout(dp=world, ep=world), torch.device("cpu"))
+    assert mesh.ep_group is not None
+    members = dist.get_process_group_ranks(mesh.ep_group)
+    is_own = mesh.ep_group not in (mesh.dp_group, mesh.loss_group, dist.group.WORLD)
+    dist.destroy_process_group(mesh.ep_group)
+    return is_own and members == list(range(world))
+
+
+def test_tokens_travel_over_a_group_of_their_own(ranks: Ranks) -> None:
+    assert ranks(2).run(has_own_group) == [True, True]
 
 
 def test_a_save_is_the_same_on_any_layout(ranks: Ranks, tmp_path: Path) -> None:

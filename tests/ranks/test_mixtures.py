@@ -64,10 +64,10 @@ CASES: dict[str, tuple[ModelConfig, dict[str, Any], dict[str, Any]]] = {
         {"recompute": Recompute.selective},
     ),
     # A micro-batch of both ranks is one of one process.
-    "batch, zero 1": (
+    "batch, zero 1, selective": (
         replace(AUX, moe_aux_scope=MoeAuxScope.batch, num_experts=4),
         {"zero": 1},
-        {"micro_batch_size": 1},
+        {"micro_batch_size": 1, "recompute": Recompute.selective},
     ),
 }
 
@@ -122,6 +122,13 @@ def test_compiled_blocks_with_exchanges_that_are_recomputed_count_each_token_onc
     expected = loads(0, 1, config_of(model))
     key = "moe/layer_1/tokens_per_expert"
     assert sum(of_ranks[0][key]) == sum(expected[key]) == 12 * 16 * 2
+
+
+def test_compiled_blocks_with_exchanges_train_what_one_process_does(ranks: Ranks) -> None:
+    model = replace(MIXTURE, num_hidden_layers=2)
+    config = config_of(model, train={"compile": True}, zero=3, ep=2)
+    (found,) = trained_on(ranks(2), [config], steps=2)
+    assert_same_training(found, alone(config_of(model), steps=2))
 
 
 def test_a_run_goes_on_bit_for_bit_and_on_another_layout(ranks: Ranks, tmp_path: Path) -> None:

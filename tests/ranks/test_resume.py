@@ -28,6 +28,7 @@ from small_trainings import SEQUENCE
 from checkpointing import catalog
 from checkpointing.storage import open_storage
 from conf.schema import ClusterConfig, FaultPhase, Restore
+from orchestra.agents.choose_nodes import shrunk
 from orchestra.data.order import read_ledger
 from orchestra.run.paths import RunDir
 from orchestra.sizes.save_interval import AUTO
@@ -135,6 +136,29 @@ def test_three_interruptions_on_changing_ranks_lose_and_repeat_no_sample(
     assert len(seen) == len(set(seen)) == STEPS * GLOBAL_BATCH
     assert [event["step"] for event in events_of(run.path, "restored")] == [5, 5, 10]
     assert rows(run.path)[-1]["tokens"] == STEPS * GLOBAL_BATCH * SEQUENCE
+
+
+def test_a_run_whose_experts_are_shared_out_shrinks_to_nodes_that_still_share_them(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """Of four nodes one is lost: two of the three that are left have the experts together."""
+    experts = {"num_experts": 5, "ep": 2, "zero": 1}
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    ranks(4).run(attempt_of, path=whole, attempt=0, config=config_of(**experts))
+    config = config_of(**experts, inject=kill_all(9))
+    config = replace(
+        config,
+        cluster=ClusterConfig(nodes=4, gpus_per_node=1),
+        recovery=replace(config.recovery, min_nodes=1),
+    )
+    assert ranks(4).run(attempt_of, path=broken, attempt=0, config=config) == [None] * 4
+    left = shrunk([0, 1, 3], config)
+    assert left == (0, 1)
+    ranks(len(left)).run(attempt_of, path=broken, attempt=1, config=config)
+    assert restored(broken)["layout"]["ep"] == 2
+    losses, expected = ([row["loss"] for row in rows(path)] for path in (broken, whole))
+    assert losses[:EVERY] == expected[:EVERY]
+    assert losses == pytest.approx(expected, rel=1e-6)
 
 
 def test_saving_in_the_background_changes_no_bit_of_the_run(ranks: Ranks, tmp_path: Path) -> None:

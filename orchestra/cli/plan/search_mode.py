@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from typing import Any
 
-from conf.schema import Config, LauncherName, Offload, Recompute
+from conf.schema import Config, LauncherName, Offload
 from orchestra.cli.plan import Mode, layout_words, print_result
 from orchestra.cli.text import figures
 from orchestra.config.compose import merge, said_twice, settled
@@ -377,12 +377,8 @@ def _schedule_facts(best: Prediction) -> list[dict[str, Any]]:
 
 
 def runs_today(case: PlanCase) -> bool:
-    """Whether orchestra's trainer runs a layout: it is no pipeline with what `rule_in_pipeline` refuses, and
-    no mixture with what `rule_mixture_recomputation` does.
-    """
+    """Whether orchestra's trainer runs a layout: it is no pipeline with what `rule_in_pipeline` refuses."""
     options = case.options
-    if case.model.num_experts and case.layout.tp > 1 and case.recompute is Recompute.selective:
-        return False
     return case.layout.pp == 1 or not (options.replays or options.fp8_delayed_scaling)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from conf.schema import Config, ContextMethod, Family, MoeBalance, Offload, PrecisionName, Recompute
+from conf.schema import Config, ContextMethod, Family, MoeBalance, Offload, PrecisionName
 from orchestra.config.keys import shown
 from orchestra.config.machine import Situation
 from orchestra.sizes.topology import divisors, listed
@@ -139,14 +139,3 @@ def rule_mixture_precision(config: Config, _: Situation) -> Iterator[str]:
     }
     for found in (key for key, is_there in without.items() if is_there):
         yield f"precision=fp8 with {found}, whose products are not taken in fp8 yet; use precision=bf16"
-
-
-def rule_mixture_recomputation(config: Config, _: Situation) -> Iterator[str]:
-    """What is kept of a block is counted by its products and the sums after them, which a mixture mixes."""
-    tp = config.parallelism.tp
-    if config.model.num_experts and tp > 1 and config.train.recompute is Recompute.selective:
-        yield (
-            f"train.recompute=selective with model.num_experts={config.model.num_experts} and "
-            f"parallelism.tp={tp}, where a mixture's sums over ranks are not told from attention's yet; use "
-            "train.recompute=full or none"
-        )

@@ -32,6 +32,7 @@ from orchestra.model.mixture.mixture import (
     inverse,
 )
 from orchestra.parallel.experts.expert_shares import ExpertShares
+from orchestra.parallel.found_once import once
 from orchestra.parallel.marks import Traffic, marked
 from orchestra.sizes.step_shares import Part
 
@@ -203,7 +204,22 @@ class ExchangedDispatch:
 
     @torch.no_grad()
     def _announced(self, counts_X: Tensor, num_rows: int) -> _Arrivals:
-        """Tell all ranks how many rows they get for each of their experts. Waits for the device."""
+        """Tell all ranks how many rows they get for each of their experts. Waits for the device, but in a
+        repetition.
+        """
+        num_ranks, padded = self._shares.num_ranks, self._shares.padded
+        sent, received, coming_NP = once(lambda: self._asked(counts_X, num_rows))
+        expert_P = torch.arange(padded, device=counts_X.device)
+        expert_R = expert_P.repeat(num_ranks)
+        if is_fake(counts_X):
+            order_R = torch.arange(sum(received), device=counts_X.device)
+        else:
+            expert_R = expert_R.repeat_interleave(coming_NP.flatten(), output_size=sum(received))
+            order_R = expert_R.sort(stable=True).indices
+        return _Arrivals(sent, received, coming_NP.sum(0), order_R, inverse(order_R))
+
+    def _asked(self, counts_X: Tensor, num_rows: int) -> tuple[list[int], list[int], Tensor]:
+        """Return how many rows go to each rank and come from it, and for which expert these are [N, P]."""
         shares = self._shares
         own_NP = counts_X.new_zeros(shares.num_ranks, shares.padded)
         own_NP.view(-1)[shares.places(counts_X.device)] = counts_X
@@ -216,11 +232,4 @@ class ExchangedDispatch:
             sent = received = [num_rows // shares.num_ranks] * shares.num_ranks
         else:
             sent, received = torch.stack([own_NP.sum(1), coming_NP.sum(1)]).tolist()
-        expert_P = torch.arange(shares.padded, device=counts_X.device)
-        expert_R = expert_P.repeat(shares.num_ranks)
-        if is_fake(counts_X):
-            order_R = torch.arange(sum(received), device=counts_X.device)
-        else:
-            expert_R = expert_R.repeat_interleave(coming_NP.flatten(), output_size=sum(received))
-            order_R = expert_R.sort(stable=True).indices
-        return _Arrivals(sent, received, coming_NP.sum(0), order_R, inverse(order_R))
+        return sent, received, coming_NP

@@ -22,6 +22,7 @@ from orchestra.model.transformer import Transformer
 from orchestra.parallel.context.sequence_parts import HeadAndTail
 from orchestra.parallel.experts.exchanged_dispatch import ExchangedDispatch, ExchangeGroup
 from orchestra.parallel.experts.expert_shares import ExpertShares
+from orchestra.parallel.found_once import once
 from orchestra.parallel.marks import Traffic, marked
 from orchestra.parallel.mesh import Mesh
 from orchestra.parallel.places import TensorPlace, cut_place, is_of_experts
@@ -78,12 +79,17 @@ class PlacesOverRanks:
         num, half = len(experts_BN), experts_BN.shape[1] // 2
         pieces = [experts_BN[:, :half], experts_BN[:, half:]]
         own_BPX = torch.stack([counts_of(piece, num_experts) for piece in pieces], dim=1)
-        # By pieces of the sequence, those of other ranks too.
-        counts_BPX = own_BPX.new_zeros(num, 2 * part.degree, num_experts)
-        counts_BPX[:, list(part.pieces)] = own_BPX
-        self.traffic.add_all_reduce(counts_BPX.nbytes, part.degree)
-        with marked(Part.communication):
-            dist.all_reduce(counts_BPX, group=self.group)
+
+        def of_all_ranks() -> Tensor:
+            # By pieces of the sequence.
+            counts_BPX = own_BPX.new_zeros(num, 2 * part.degree, num_experts)
+            counts_BPX[:, list(part.pieces)] = own_BPX
+            self.traffic.add_all_reduce(counts_BPX.nbytes, part.degree)
+            with marked(Part.communication):
+                dist.all_reduce(counts_BPX, group=self.group)
+            return counts_BPX
+
+        counts_BPX = once(of_all_ranks)
         before_BPX = counts_BPX.cumsum(1) - counts_BPX
         found = [
             places_in_sequence(piece, num_experts) + before_BPX[:, number].gather(1, piece)

@@ -162,8 +162,6 @@ rule_head_norms
     model.qk_norm=true  model.family=gpt -> use model.qk_norm=false
 rule_mixture_precision
     precision.name=fp8  model.num_experts=4 -> precision=fp8 with model.num_experts=4 | use precision=bf16
-rule_mixture_recomputation
-    train.recompute=selective  model.num_experts=4  parallelism.tp=2 -> recompute=selective | recompute=full
 rule_tensor_parallel
     parallelism.tp=3  cluster.gpus_per_node=3 -> attention_heads=8; use 1, 2, 4 or 8
     parallelism.tp=4  model.intermediate_size=350  cluster.gpus_per_node=4 -> 1, 2, 5
