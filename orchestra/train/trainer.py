@@ -335,13 +335,10 @@ def assemble(config: Config, mesh: Mesh, ranks: RankEnvironment, rank: RankAttem
     ledger = _ledger(config, mesh, rank)
     profiler = _profiler(config, mesh, built, stopping, rank)
     peak_flops = _announced_peak_flops(config, mesh, built, rank.events) if mesh.rank == 0 else None
-    if mesh.rank == 0 and mesh.device.type == "cuda":
-        announce_attention(config, mesh.device, rank.events)
     replay = build_replay(config, mesh, built, peers, events_of_rank_0, begin, rank.attempt)
     guard = _nonfinite_guard(config, built, rank.events, begin)
     sources = build_source_losses(loader.source, built.parallelized.model, mesh)
-    every = config.train.noise_scale_every
-    noise = None if every is None else NoiseScale(every, built.parallelized, built.batches, mesh)
+    noise = _noise_scale(config, mesh, built)
     hooks = StepHooks(
         (step_times, heartbeat, faults, profiler, replay, sources, noise, copies, ledger, guard)
     )
@@ -370,6 +367,11 @@ def assemble(config: Config, mesh: Mesh, ranks: RankEnvironment, rank: RankAttem
         evaluation=evaluation,
         metric=config.run.metric,
     )
+
+
+def _noise_scale(config: Config, mesh: Mesh, built: BuiltModel) -> NoiseScale | None:
+    every = config.train.noise_scale_every
+    return None if every is None else NoiseScale(every, built.parallelized, built.batches, mesh)
 
 
 def _ledger(config: Config, mesh: Mesh, rank: RankAttempt) -> LedgerHook | None:
@@ -494,6 +496,8 @@ def _announced_peak_flops(config: Config, mesh: Mesh, built: BuiltModel, events:
         peak_flops_per_s=peak_flops_per_s,
         mfu_convention=MFU_CONVENTION,
     )
+    if is_gpu:
+        announce_attention(config, mesh.device, events)
     return peak_flops_per_s
 
 

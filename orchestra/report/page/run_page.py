@@ -109,9 +109,8 @@ def run_page(files: RunFiles, now: float, page_folder: Path | None = None) -> Re
     end = max((each.end for each in times), default=now) if state.state.is_over else now
     attempts = attempt_rows(times, ended_attempts(events), files.began)
     checkpoints = checkpoint_rows(events, files.began)
-    plan: Record = {"why": "its configuration could not be read"}
-    if config is not None:
-        plan = planned.speed(config)
+    unread = {"why": "its configuration could not be read"}
+    plan: Record = unread if config is None else planned.speed(config)
     facts = Facts(
         state=state,
         accounts=accounts,
