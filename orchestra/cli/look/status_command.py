@@ -39,6 +39,7 @@ from orchestra.cli.text.resolve import (
 from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_DONE, ConfigError
 from orchestra.recovery.history import Attempt, newest_attempt
 from orchestra.recovery.incidents import Verdict, node_verdict
+from orchestra.recovery.time_slices import in_words, time_slices
 from orchestra.report.attempts import RankProcess, rank_processes
 from orchestra.report.run_state import MemberState, RunState, SweepState, by_phase, waits_for_storage
 from orchestra.report.scheduler import read_states
@@ -163,6 +164,7 @@ def _of_run(state: RunState) -> list[str]:
         "waits": (attempt and state.state is RunPhase.running and waits_for_storage(attempt)) or "",
         "unsaved": "" if state.failed_saves is None else failed_saves_words(state.failed_saves),
         "starts": f"{state.attempts} attempts: {restarts}" if state.attempts > 1 else "",
+        "slices": in_words(time_slices(events)),
         "back": _back(roll_backs(events)),
     }
     spent = spent_lines(run, events, state.state, now) if events else []

@@ -33,6 +33,7 @@ from orchestra.cli.text.resolve import TARGET_HELP, add_directory_option, resolv
 from orchestra.errors import EXIT_DONE, EXIT_FAILED, ConfigError
 from orchestra.recovery.history import last_attempt
 from orchestra.recovery.incidents import Incident, Kind, Verdict
+from orchestra.recovery.time_slices import in_words, time_slices
 from orchestra.report.attempts import GAVE_UP, EndedAttempt, ended_attempts
 from orchestra.report.run_state import MemberState, RunState, SweepState, read_ending, start_failure
 from orchestra.report.scheduler import job_logs, read_states
@@ -111,9 +112,11 @@ def _of_run(state: RunState, arguments: Namespace) -> list[str]:
     unsaved = [] if state.failed_saves is None else [failed_saves_words(state.failed_saves)]
     if state.checkpoint_fallback is not None:
         unsaved.append(f"the checkpoint of step {state.checkpoint_step} is in {state.checkpoint_fallback}")
+    slices = in_words(time_slices(events))
     before = [
         *unsaved,
         *attempt_lines(attempts),
+        *([f"slices  {slices}"] if slices else []),
         *_stalled_lines(run, events),
         *node_lines(events),
         *spent_lines(run, events, state.state, now),
