@@ -317,8 +317,8 @@ def assemble(config: Config, mesh: Mesh, ranks: RankEnvironment, rank: RankAttem
     heartbeat = HeartbeatHook(rank.heart)
     before_steps = StepHooks((heartbeat, faults))
     before_steps.enter(Phase.setup)
-    key = key_of_attempt(rank.attempt)
-    peers = open_peers(mesh, ranks, rank.attempt, config.checkpoint.timeout_s, key)
+    timeout_s = config.checkpoint.timeout_s
+    peers = open_peers(mesh, ranks, rank.attempt, timeout_s, key_of_attempt(rank.attempt))
     context = checkpoint_context(config, mesh, ranks, peers, rank)
     state = TensorState(built.parallelized, built.optimizer, mesh)
     copies = build_memory_copies(config.recovery.memory_copy_every_steps, context, state)
@@ -329,9 +329,7 @@ def assemble(config: Config, mesh: Mesh, ranks: RankEnvironment, rank: RankAttem
     loader = build_loader(config, mesh, built.batches, begin.step, begin.samples, begin.left_out)
     stopping = _stopping(config, mesh, peers, rank)
     events_of_rank_0 = rank.events if mesh.rank == 0 else None
-    clock = DeviceClock() if mesh.device.type == "cuda" else HostClock()
-    own_times = StepTimesFile(rank.run, rank.attempt, mesh.rank)
-    step_times = StepTimes(config.recovery, peers, clock, events_of_rank_0, mesh.layout.pp, own_times)
+    step_times = _step_times(config, mesh, peers, rank)
     ledger = _ledger(config, mesh, rank)
     profiler = _profiler(config, mesh, built, stopping, rank)
     peak_flops = _announced_peak_flops(config, mesh, built, rank.events) if mesh.rank == 0 else None
@@ -367,6 +365,13 @@ def assemble(config: Config, mesh: Mesh, ranks: RankEnvironment, rank: RankAttem
         evaluation=evaluation,
         metric=config.run.metric,
     )
+
+
+def _step_times(config: Config, mesh: Mesh, peers: Peers, rank: RankAttempt) -> StepTimes:
+    clock = DeviceClock() if mesh.device.type == "cuda" else HostClock()
+    events = rank.events if mesh.rank == 0 else None
+    own_times = StepTimesFile(rank.run, rank.attempt, mesh.rank)
+    return StepTimes(config.recovery, peers, clock, events, mesh.layout.pp, own_times)
 
 
 def _noise_scale(config: Config, mesh: Mesh, built: BuiltModel) -> NoiseScale | None:
