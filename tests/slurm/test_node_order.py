@@ -46,7 +46,8 @@ def test_ranks_are_laid_out_by_leaf_and_the_losses_are_those_of_slurms_order(
 
     doctor = site.orchestra("doctor", check=False).stdout
     assert "2 leaf switches of 2 nodes" in doctor
-    planned = site.orchestra("plan", "cluster=slurm", "cluster.nodes=4", "cluster.hardware=h100", check=False)
+    gpus = ("cluster=slurm", "cluster.nodes=4", "cluster.hardware=h100", "cluster.gpus_per_node=8")
+    planned = site.orchestra("plan", *gpus, check=False)
     assert "leaves  2 leaf switches of 2 nodes, of which 4 nodes need 2" in planned.stdout
     refused = site.orchestra("submit", *given, "cluster.segment=2", check=False)
     assert refused.returncode == 2
