@@ -59,6 +59,13 @@ class NumaBinding(Enum):
     exclusive = "exclusive"
 
 
+class NodeOrder(Enum):
+    """By what a job's nodes are put in the order of their ranks."""
+
+    topology = "topology"
+    scheduler = "scheduler"
+
+
 @dataclass(frozen=True)
 class NetworkConfig:
     """Bandwidth (bytes per second, per direction and device) and latency; null: unknown."""
@@ -103,6 +110,15 @@ class ClusterConfig:
     # Keeps each rank, and so its memory, beside its GPU; `orchestra doctor` shows the map.
     numa_binding: NumaBinding = NumaBinding.auto
     spare_nodes: int = 0
+    # Which node has which ranks: `topology` puts groups that talk much under one switch, as far as Slurm says
+    # where the nodes are; `scheduler` takes Slurm's own order. No number depends on it.
+    node_order: NodeOrder = NodeOrder.topology
+    # Most leaf switches that a job's nodes may lie under (--switches), and how long it waits for so few, as
+    # long as the site lets it (null) or such as 2h; a site without a switch tree takes no notice.
+    max_switches: int | None = None
+    max_switches_wait: str | None = None
+    # Nodes that lie in one block each, where the site has blocks (--segment); it divides all of the job's.
+    segment: int | None = None
     requeue: Requeue = Requeue.requeue
     # Exit code of a job that stopped on request with a checkpoint, 75 or 0: Slurm calls 75 FAILED, and some
     # sites mail then. The run's own records say "stopped" and 75 in either case.

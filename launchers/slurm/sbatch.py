@@ -42,6 +42,11 @@ def tested(script: str) -> Estimate | None:
     return Estimate(match["time"], match["nodes"]) if match else None
 
 
+def has_option(name: str) -> bool:
+    """Tell whether this machine's sbatch knows a long option. Raises SlurmMissing and SlurmSilent."""
+    return re.search(rf"--{name}\b", output_of(("sbatch", "--help"))) is not None
+
+
 def submit(script: Path, token: str, options: Sequence[str] = ()) -> str:
     """Submit a script whose comment holds `token`, and return the job's id.
 

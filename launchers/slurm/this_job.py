@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from launchers import LauncherError, SlurmRefused
 from launchers.node_agent import StopRequests
 from launchers.slurm.commands import output_of
+from launchers.slurm.switches import SwitchPath, own_path
 
 # Slurm kills 30 s after it has asked a job to end (KillWait): who asks then must not wait for long.
 QUERY_TIMEOUT_S = 5.0
@@ -163,6 +164,8 @@ class JobTask:
     launch_address: str | None
     # Slurm's name of the cluster; None where Slurm did not say it.
     cluster: str | None = None
+    # The switches above this node, the topmost first; empty where Slurm knows none.
+    switches: SwitchPath = ()
 
     @property
     def array_task(self) -> int | None:
@@ -189,4 +192,5 @@ def job_task(environment: Mapping[str, str]) -> JobTask:
         host=environment.get("SLURMD_NODENAME", ""),
         launch_address=environment.get("SLURM_LAUNCH_NODE_IPADDR"),
         cluster=environment.get("SLURM_CLUSTER_NAME") or None,
+        switches=own_path(environment),
     )

@@ -92,7 +92,8 @@ def attend(
     """
     address, node_check = context.scheduler.own_address(), context.node_check
     offered = {} if node_check is None else node_check.offers(address)
-    context.group.join(context.scheduler.host, address, {"port": free_port(), **offered})
+    facts = {"port": free_port(), **context.scheduler.place(), **offered}
+    context.group.join(context.scheduler.host, address, facts)
     try:
         if node_check is not None:
             node_check.begin()

@@ -10,19 +10,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from conf.schema import Config
+from conf.schema import Config, Device, NodeOrder
 from launchers.node_group import GroupMember, Order
+from launchers.slurm.switches import SwitchPath, distance, ordered
 from orchestra.agents.context import AgentContext
 from orchestra.errors import ConfigError
 from orchestra.recovery.history import Attempt
 from orchestra.recovery.policy import Action, Decision, Resources, node_is_gone
 from orchestra.run.events import EventWriter, is_number
 from orchestra.run.files import Record
-from orchestra.sizes.topology import batch_shape, has_open_micro_batch, layout
+from orchestra.sizes.topology import batch_shape, has_open_micro_batch, layout, node_blocks
+from orchestra.sizes.units import first_few
 
 # With fewer nodes the others' median says too little.
 _FEWEST_NODES = 4
@@ -32,6 +35,8 @@ _SLOW_SHARE = 1 / 3
 # that fell back to 1 Gb/s carries 0.12 GB/s.
 _FAST_BYTES_PER_S = 0.25e9
 _CLOCK_SLACK_S = 2.0
+# What tells NCCL on which network it meets the others.
+_NCCL_NETWORK = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_NET", "NCCL_CROSS_NIC")
 # How long the first attempt waits for the nodes' checks, once all nodes are there.
 CHECKS_TIMEOUT_S = 10.0
 
@@ -263,14 +268,18 @@ def resized(
     return shrunk([*stay, *new], config)
 
 
-def shrunk(nodes: Sequence[int], config: Config) -> tuple[int, ...] | None:
-    """Return as many of the nodes as give a layout, at least recovery.min_nodes; None where none does."""
+def shrunk(
+    nodes: Sequence[int], config: Config, members: Mapping[int, GroupMember] | None = None
+) -> tuple[int, ...] | None:
+    """Return as many of the nodes as give a layout, at least recovery.min_nodes; None where none does. With
+    `members`, who say where they are, those stay that are near each other.
+    """
     least = config.recovery.min_nodes
     if least is None:
         return None
     for count in range(min(len(nodes), config.cluster.nodes), least - 1, -1):
         if gives_layout(config, count):
-            return tuple(nodes[:count])
+            return arranged(nodes, members or {}, config, count)[:count]
     return None
 
 
@@ -320,14 +329,102 @@ def next_nodes(
     """
     bad = {*excluded, *decision.exclude}
     fit = {node for node, member in members.items() if is_fit(member) and member.host not in bad}
-    spares = iter(by_preference(sorted(fit - set(order.nodes)), slow(members), doubts(members, listed)))
+    spares = by_preference(sorted(fit - set(order.nodes)), slow(members), doubts(members, listed))
     places: list[int | None] = [node if node in fit else None for node in order.nodes]
     if decision.action in (Action.replace, Action.restart):
-        places = [next(spares, None) if node is None else node for node in places]
+        places = _with_spares(order, places, spares, members, _degree(slow(members), doubts(members, listed)))
     nodes = [node for node in places if node is not None]
     if len(nodes) == len(order.nodes):
         return tuple(nodes)
-    return shrunk(nodes, config)
+    return shrunk(nodes, config, members)
+
+
+def _degree(slow_nodes: Mapping[int, str], doubtful: Mapping[int, str]) -> Callable[[int], tuple[bool, bool]]:
+    return lambda node: (node in doubtful, node in slow_nodes)
+
+
+def _with_spares(
+    order: Order,
+    places: Sequence[int | None],
+    spares: Sequence[int],
+    members: Mapping[int, GroupMember],
+    degree: Callable[[int], tuple[bool, bool]],
+) -> list[int | None]:
+    """Return the places of an order filled up: a spare under the lost node's own switch rather than another
+    one, where nothing more speaks against it.
+    """
+    paths, left = switch_paths(members), list(spares)
+    filled = list(places)
+    for place, node in enumerate(order.nodes):
+        if filled[place] is None and left:
+            lost = tuple(order.facts.get("switches", {}).get(str(node), ()))
+            # The first of equals, as they are sorted.
+            best = min(left, key=lambda spare: (degree(spare), distance(lost, paths.get(spare, ()))))
+            left.remove(best)
+            filled[place] = best
+    return filled
+
+
+def switch_paths(members: Mapping[int, GroupMember]) -> dict[int, SwitchPath]:
+    """Return the switches above each node that told of any."""
+    told = {node: member.facts.get("switches") for node, member in members.items()}
+    return {node: tuple(map(str, path)) for node, path in told.items() if isinstance(path, list) and path}
+
+
+def arranged(
+    nodes: Sequence[int], members: Mapping[int, GroupMember], config: Config, count: int | None = None
+) -> Nodes:
+    """Return nodes in the order of their ranks, where `count` of them (None: all) take part: groups that talk
+    much lie under one switch (cluster.node_order). The last ones are those to leave out best.
+    """
+    paths = switch_paths(members)
+    if config.cluster.node_order is NodeOrder.scheduler or not paths:
+        return tuple(nodes)
+    ranks = int(config.cluster.gpus_per_node)
+    try:
+        blocks = node_blocks(layout(config.parallelism, (count or len(nodes)) * ranks), ranks)
+    except ConfigError:
+        blocks = []
+    return ordered(nodes, paths, blocks)
+
+
+def order_facts(members: Mapping[int, GroupMember], nodes: Sequence[int], config: Config) -> dict[str, Any]:
+    """Return what the event says of the order of nodes: the hosts by rank, those of each leaf, and the
+    interfaces on which they meet.
+    """
+    paths, hosts = switch_paths(members), {node: members[node].host for node in nodes}
+    leaves: dict[str, list[str]] = {}
+    for node in nodes:
+        if node in paths:
+            leaves.setdefault(".".join(paths[node]), []).append(hosts[node])
+    interfaces = {hosts[node]: members[node].facts.get("interface") for node in nodes}
+    by = config.cluster.node_order if leaves else NodeOrder.scheduler
+    told = {name: value for name in _NCCL_NETWORK if (value := os.environ.get(name))}
+    chosen = config.cluster.network.interface
+    if chosen is not None:
+        told["NCCL_SOCKET_IFNAME"] = chosen
+    return {"by": by.value, "hosts": list(hosts.values()), "leaves": leaves, "interfaces": interfaces} | (
+        {} if config.cluster.device is Device.cpu else {"nccl": told}
+    )
+
+
+def order_words(facts: Mapping[str, Any]) -> list[str]:
+    """Return the same for a log."""
+    leaves, names = facts["leaves"], set(facts["interfaces"].values())
+    if leaves:
+        where = ", ".join(f"{len(hosts)} under {leaf}" for leaf, hosts in leaves.items())
+        shown = f"{len(leaves)} leaf switch{'' if len(leaves) == 1 else 'es'} or blocks: {where}"
+    else:
+        shown = "Slurm knows of no switches"
+    words = [
+        f"nodes in the order of their ranks (by {facts['by']}): {first_few(facts['hosts'], 16)}; {shown}"
+    ]
+    met = next(iter(names)) if len(names) == 1 else None
+    line = f"they meet on {met}" if met else f"they meet on {facts['interfaces']}"
+    if "nccl" in facts:
+        told = " ".join(f"{name}={value}" for name, value in facts["nccl"].items())
+        line += f"; NCCL {f'is told {told}' if told else 'chooses its interfaces itself'}"
+    return [*words, line]
 
 
 def found_unfit(order: Order, members: Mapping[int, GroupMember]) -> dict[int, str]:

@@ -58,6 +58,10 @@ class Scheduler:
         """Return what the start of an attempt records of it."""
         return {}
 
+    def place(self) -> dict[str, Any]:
+        """Return where this node is in the network, for the others to know."""
+        return {}
+
     def own_address(self) -> str:
         """Return the address at which this node meets the others. Raises LaunchError."""
         return _LOOPBACK

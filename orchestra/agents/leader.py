@@ -101,12 +101,19 @@ class Leader:
         self, number: int, nodes: Sequence[int], members: dict[int, GroupMember], wait_s: float, **facts: Any
     ) -> None:
         """Prepare the order that starts an attempt, to be given in `wait_s` seconds."""
+        paths = choose_nodes.switch_paths(members)
+        where = {str(node): list(paths[node]) for node in nodes if node in paths}
         order = Order(
             number,
             START,
             tuple(nodes),
             {str(node): members[node].incarnation for node in nodes},
-            {"hosts": {str(node): members[node].host for node in nodes}, **facts},
+            {
+                "hosts": {str(node): members[node].host for node in nodes},
+                # Where a lost node was nobody else can tell.
+                **({"switches": where} if where else {}),
+                **facts,
+            },
         )
         self._next = (time.monotonic() + wait_s, order)
         self._publish_when_due(*self._next)

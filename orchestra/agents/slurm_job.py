@@ -22,6 +22,7 @@ from typing import Any
 
 from conf.schema import Config, Requeue
 from launchers import LauncherError, SlurmRefused, SlurmSilent
+from launchers.host_network import interface_of
 from launchers.slurm import sbatch, this_job
 from launchers.slurm.commands import asked_cluster, settings
 from launchers.slurm.this_job import JobTask, OwnJob
@@ -310,6 +311,10 @@ class SlurmJob(Scheduler):
 
     def facts(self) -> dict[str, Any]:
         return {"job": self._task.job, "job_start": self._task.restart, "cluster": self._task.cluster}
+
+    def place(self) -> dict[str, Any]:
+        interface = interface_of(self.own_address())
+        return {"switches": list(self._task.switches), "interface": interface}
 
     def own_address(self) -> str:
         # Another node may come.

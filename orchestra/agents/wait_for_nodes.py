@@ -7,6 +7,7 @@ agents say of themselves, so that another agent can lead at any time; what it me
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -84,7 +85,7 @@ class Preflight:
         return are_checked(members, self._context.group.num_nodes, now - self._all_there_since)
 
     def first_nodes(self, members: Mapping[int, GroupMember]) -> tuple[int, ...] | None:
-        """Return the nodes of a job's first attempt, in the scheduler's order; None: they are too few."""
+        """Return the nodes of a job's first attempt, in rank order; None: they are too few."""
         config = self._context.config
         bad = choose_nodes.excluded_hosts(read_events(self._context.run), self._context.scheduler.facts())
         able = [
@@ -92,18 +93,27 @@ class Preflight:
             for node, member in sorted(members.items())
             if choose_nodes.is_fit(member) and member.host not in bad
         ]
-        return preferred(
-            able,
+        nodes = preferred(
+            choose_nodes.arranged(able, members, config, config.cluster.nodes),
             config.cluster.nodes,
             slow(members),
             doubts(members, self.listed),
-            lambda nodes: choose_nodes.shrunk(nodes, config),
+            lambda nodes: choose_nodes.shrunk(nodes, config, members),
         )
+        # Without those that were left out another order may be better.
+        return None if nodes is None else choose_nodes.arranged(nodes, members, config)
 
     def write(self, events: EventWriter, members: Mapping[int, GroupMember], taken: Sequence[int]) -> None:
-        """Write down and say what was found; of sound nodes one event alone."""
+        """Write down and say what was found, of sound nodes one event alone, and in which order they are."""
         write_findings(events, members, self.listed, taken)
         for words in words_of(members, self.listed, taken):
+            self._context.say(words)
+        if self._context.is_alone:
+            return
+        facts = choose_nodes.order_facts(members, taken, self._context.config)
+        with contextlib.suppress(OSError):
+            events.write("nodes_ordered", **facts)
+        for words in choose_nodes.order_words(facts):
             self._context.say(words)
 
     def go_elsewhere(self, members: Mapping[int, GroupMember]) -> str | None:

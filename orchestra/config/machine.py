@@ -220,16 +220,25 @@ def _name(value: object) -> str:
 _HEX_DIGITS = 16
 # Who the run is and who watches it; nothing here changes a result.
 _IDENTITY = ("run", "wandb")
-# Keys of the cluster that say when a job runs, never what it computes.
-_TIMING = ("array_throttle", "members_at_once", "members_per_node", "alternatives")
+# Keys of the cluster that say when and where in the network a job runs, never what it computes.
+_PLACING = (
+    "array_throttle",
+    "members_at_once",
+    "members_per_node",
+    "alternatives",
+    "node_order",
+    "max_switches",
+    "max_switches_wait",
+    "segment",
+)
 
 
 def signature(config: Config) -> str:
-    """Return 16 hexadecimal digits that are equal for configurations equal but for `run`, `wandb` and how
-    many members of a sweep train at a time.
+    """Return 16 hexadecimal digits that are equal for configurations equal but for `run`, `wandb`, how
+    many jobs of a sweep run at a time and where in the network they lie.
     """
     values = {name: value for name, value in dataclasses.asdict(config).items() if name not in _IDENTITY}
-    for name in _TIMING:
+    for name in _PLACING:
         del values["cluster"][name]
     text = json.dumps(values, sort_keys=True, default=_name)
     return hashlib.sha256(text.encode()).hexdigest()[:_HEX_DIGITS]

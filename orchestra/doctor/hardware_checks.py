@@ -134,6 +134,8 @@ def network_findings(
         found = f"{port.adapter}: {kind}, {port.rate or 'rate unknown'}, {state}{gid}"
         yield graded("adapter", found, is_bad=not port.is_active, advice=down, mark=Mark.note)
     active = [port for port in ports if port.is_active]
+    rails = len([port for port in active if port.kind == "InfiniBand"] or active)
+    yield Finding("rails", Mark.ok, f"{rails} a node: as many ways to other nodes at a time")
     if words := nccl_settings(active):
         yield Finding("nccl", Mark.ok, f"in cluster.setup: export {' '.join(words)}")
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from launchers import LauncherError, SlurmMissing
 from launchers.slurm.cluster import Partition, partitions
 from launchers.slurm.commands import NO_CLUSTER, output_of, settings
+from launchers.slurm.switches import fabric
 from orchestra.doctor.check import Check, Finding, Mark, Subject, graded
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def _slurm(subject: Subject) -> Iterator[Finding]:
     yield graded("slurm", answered, is_bad=seconds >= _SLOW_S, advice=advice)
     yield _accounting(setup)
     yield from _rules(setup)
+    yield _network()
     yield from _partitions(partitions(), subject)
 
 
@@ -97,6 +99,19 @@ def _rules(setup: Mapping[str, str]) -> Iterator[Finding]:
     else:
         largest = f"up to index {size - 1} (MaxArraySize)" if size else "limit unknown"
         yield Finding("arrays", Mark.ok, largest)
+
+
+def _network() -> Finding:
+    """Tell the leaf switches or blocks, by which ranks are laid out."""
+    name = "switches"
+    try:
+        known = fabric()
+    except LauncherError as error:
+        return Finding(name, Mark.note, f"not known: {error}")
+    if known is None:
+        return Finding(name, Mark.note, "Slurm knows no topology: ranks follow its own order of nodes")
+    limit = "cluster.segment" if known.is_block else "cluster.max_switches"
+    return Finding(name, Mark.ok, f"{known.words}: ranks are laid out by them, {limit} limits them")
 
 
 def _number(text: str | None) -> int | None:

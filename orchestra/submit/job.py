@@ -10,11 +10,12 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from conf.schema import Config, Device, Requeue
+from conf.schema import ClusterConfig, Config, Device, Requeue
 from launchers.slurm.batch_script import BatchJob
 from orchestra.config.rules.place_rules import warning_lead_s
 from orchestra.plugins import named_in
 from orchestra.run.paths import RunDir, SweepDir
+from orchestra.sizes.units import as_slurm_time
 from orchestra.submit.container_mounts import image_mounts, prefix_variable
 
 NODE_MODULE = "orchestra.agents"
@@ -111,6 +112,8 @@ def _job(
         "qos": cluster.qos,
         "time": cluster.time_limit,
         "constraint": cluster.constraint,
+        "switches": _switches(cluster),
+        "segment": cluster.segment,
         "exclude": list(dict.fromkeys([*cluster.exclude, *share.without])) or None,
         **cluster.slurm_extra,
     }
@@ -157,6 +160,14 @@ def _num_nodes(config: Config) -> int | str:
     most = cluster.nodes + cluster.spare_nodes
     fewest = most if cluster.min_nodes is None else cluster.min_nodes + cluster.spare_nodes
     return most if fewest == most else f"{fewest}-{most}"
+
+
+def _switches(cluster: ClusterConfig) -> str | None:
+    """Return sbatch's words for the most leaf switches: 2, or 2@2:00:00 with a wait."""
+    if cluster.max_switches is None:
+        return None
+    wait = cluster.max_switches_wait
+    return f"{cluster.max_switches}{'' if wait is None else f'@{as_slurm_time(wait)}'}"
 
 
 def _names_any(options: Mapping[str, object], names: tuple[str, ...]) -> bool:

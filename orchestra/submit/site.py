@@ -18,6 +18,7 @@ from launchers.slurm import sbatch
 from launchers.slurm.cluster import Partition, partitions
 from launchers.slurm.commands import DEFAULT_ARRAY_SIZE, array_size, asked_cluster, is_full
 from launchers.slurm.sbatch import Estimate
+from launchers.slurm.switches import fabric
 from orchestra.config.keys import nearest
 from orchestra.errors import ConfigError, LaunchError
 from orchestra.recovery.excluded_hosts import excluded_folder, shared_folder
@@ -98,6 +99,8 @@ class Site:
             return
         problems = [] if self.partitions is None else list(site_problems(config, self.partitions))
         yield from problems
+        if self.partitions is not None and config.cluster.segment is not None:
+            yield from _segment_problems(config.cluster.segment)
         if config.cluster.gpus_per_node == "auto" and not problems:
             yield "cluster.gpus_per_node=auto: what the nodes have is not known; give a number"
 
@@ -267,6 +270,22 @@ def site_problems(config: Config, partitions: Sequence[Partition]) -> Iterator[s
     closed = [partition.name for partition in allowed if not partition.is_up]
     if len(closed) == len(allowed):
         yield f"cluster.partition={','.join(closed)} takes no jobs now (it is not up); name another one"
+
+
+def _segment_problems(segment: int) -> Iterator[str]:
+    """Yield why a job cannot be put into blocks here; nothing where Slurm does not tell."""
+    try:
+        has_option, network = sbatch.has_option("segment"), fabric()
+    except LauncherError:
+        return
+    if not has_option:
+        yield (
+            f"cluster.segment={segment}: sbatch of this cluster has no --segment, which came with blocks in "
+            "newer versions of Slurm; leave it out, or use cluster.max_switches where there is a switch tree"
+        )
+    elif network is None or not network.is_block:
+        known = "no topology" if network is None else network.words
+        yield f"cluster.segment={segment}: the site has no blocks ({known}); leave it out"
 
 
 def _no_partition(config: Config, partitions: Sequence[Partition]) -> str:

@@ -101,6 +101,13 @@ def _add_up(command: argparse.ArgumentParser) -> None:
         "--site-defaults", action="store_true", help="Slurm's own times, instead of quick ones"
     )
     command.add_argument(
+        "--topology",
+        choices=("none", "tree", "block"),
+        default=default.topology,
+        help="what Slurm knows of the network: two leaf switches under one, or two blocks; nodes with odd "
+        "numbers are on the first, the others on the second (%(default)s)",
+    )
+    command.add_argument(
         "--set",
         action="append",
         default=[],
@@ -119,6 +126,7 @@ def run_up(options: argparse.Namespace) -> int:
         accounting=not options.no_accounting,
         site_defaults=options.site_defaults,
         slurm_lines=tuple(options.set),
+        topology=options.topology,
     )
     start = time.monotonic()
     layout, was_needed = up(_state(options), settings)

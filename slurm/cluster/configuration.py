@@ -27,7 +27,8 @@ def slurm_conf(layout: ClusterLayout, memory_mib: int) -> str:
     first_address = str(layout.address("node1")).rpartition(".")[0]
     quick = "" if settings.site_defaults else QUICK_LINES
     expiry = "" if settings.site_defaults else ",cred_expire=10"
-    lines = "".join(f"{line}\n" for line in settings.slurm_lines)
+    named = () if settings.topology == "none" else (f"TopologyPlugin=topology/{settings.topology}",)
+    lines = "".join(f"{line}\n" for line in (*named, *settings.slurm_lines))
     return f"""\
 # Written by slurm/devcluster: a cluster for development, all of it on one machine.
 ClusterName=devcluster
@@ -76,6 +77,18 @@ def gres_conf(layout: ClusterLayout) -> str:
     if not layout.settings.gpus:
         return "# no GPUs\n"
     return f"Name=gpu File={layout.devices}/gpu[0-{layout.settings.gpus - 1}]\n"
+
+
+def topology_conf(layout: ClusterLayout) -> str:
+    """Return topology.conf. Neighbours by name are on different leaves: Slurm's own order of nodes, by name,
+    then crosses between leaves as often as it can.
+    """
+    halves = [",".join(layout.nodes[start::2]) for start in range(min(2, len(layout.nodes)))]
+    if layout.settings.topology == "block":
+        lines = [f"BlockName=block{number} Nodes={nodes}" for number, nodes in enumerate(halves, 1)]
+        return "\n".join([*lines, f"BlockSizes={max(1, len(layout.nodes) // 2)}", ""])
+    lines = [f"SwitchName=leaf{number} Nodes={nodes}" for number, nodes in enumerate(halves, 1)]
+    return "\n".join([*lines, f"SwitchName=spine Switches=leaf[1-{len(halves)}]", ""])
 
 
 def cgroup_conf() -> str:

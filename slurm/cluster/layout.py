@@ -35,6 +35,8 @@ class Settings:
     accounting: bool = True
     site_defaults: bool = False
     slurm_lines: tuple[str, ...] = ()
+    # tree or block; none: Slurm knows nothing of the network.
+    topology: str = "none"
 
     def check(self) -> None:
         """Refuse what cannot be built.

@@ -28,7 +28,7 @@ from slurm.cluster.layout import (
     record_file,
     this_boot,
 )
-from slurm.cluster.packages import install_missing, require_namespaces
+from slurm.cluster.packages import install_missing, require_namespaces, require_topology
 
 WELL_WITHIN_S = 60.0
 POLL_S = 0.1
@@ -46,6 +46,7 @@ def up(state: Path, settings: Settings) -> tuple[ClusterLayout, bool]:
     _check_state_folder(state)
     require_namespaces()
     install_missing(settings.accounting)
+    require_topology(settings.topology)
     with _locked(state):
         layout = load_layout(state)
         if layout and _is_up(layout, CONTROLLER):
@@ -240,6 +241,8 @@ def _write_files(layout: ClusterLayout) -> None:
         "hosts": configuration.hosts_file(layout, socket.gethostname()),
         "resolv.conf": configuration.resolver_file(),
     }
+    if settings.topology != "none":
+        texts["topology.conf"] = configuration.topology_conf(layout)
     if settings.accounting:
         texts["slurmdbd.conf"] = configuration.slurmdbd_conf(layout)
         texts["accounting.sql"] = configuration.database_sql(_system_tables())

@@ -8,10 +8,17 @@ import sys
 from pathlib import Path
 
 from slurm.cluster.commands import run
-from slurm.cluster.errors import ClusterError
+from slurm.cluster.errors import ClusterError, UsageError
 from slurm.cluster.services import PATH
 
 INSTALLER = Path(__file__).resolve().parents[2] / ".ci" / "system-packages"
+# Where distributions and a plain build put Slurm's plugins, in a folder slurm or slurm-wlm.
+PLUGIN_FOLDERS = (
+    *Path("/usr/lib").glob("*-linux-gnu"),
+    Path("/usr/lib64"),
+    Path("/usr/local/lib"),
+    Path("/usr/lib"),
+)
 PACKAGES = {
     "slurmctld": "slurmctld",
     "slurmd": "slurmd",
@@ -79,3 +86,18 @@ def require_namespaces() -> None:
             f"root may not make namespaces here ({error}); "
             "use a machine of its own, or a container started with --privileged"
         ) from error
+
+
+def require_topology(name: str) -> None:
+    """Refuse a topology whose plugin this Slurm has not: block came with 23.11.
+
+    Raises:
+        UsageError: it has not.
+    """
+    slurmctld = shutil.which("slurmctld", path=PATH)
+    if name == "none" or slurmctld is None:
+        return
+    plugin = f"topology_{name}.so"
+    if not any(any(folder.glob(f"slurm*/{plugin}")) for folder in PLUGIN_FOLDERS):
+        version = run([slurmctld, "-V"]).strip()
+        raise UsageError(f"--topology {name}: {version} has no {plugin} (block came with 23.11); use tree")

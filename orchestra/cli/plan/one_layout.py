@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from conf.schema import Config, ModelConfig
+from conf.schema import Config, LauncherName, ModelConfig
+from launchers import LauncherError
+from launchers.slurm.switches import fabric
 from orchestra.cli.plan import case_for, configuration, goodput_mode, layout_words, print_result
 from orchestra.cli.text import axis_links, figures
 from orchestra.config.machine import Situation
@@ -89,8 +91,24 @@ def _lines(config: Config, prediction: Prediction) -> list[str]:
         *_speed(prediction),
         *_cost(config, prediction),
         *figures.wrapped(goodput_mode.summary(config, prediction), indent=" " * 8),
+        *_leaves(config, prediction.case),
         *_sources(prediction.case),
     ]
+
+
+def _leaves(config: Config, case: PlanCase) -> list[str]:
+    """Return over how many leaf switches or blocks such a job lies at least, where Slurm tells."""
+    if config.cluster.launcher is not LauncherName.slurm:
+        return []
+    limit = config.cluster.max_switches
+    asked = [] if limit is None else [f"at most {limit} asked for (cluster.max_switches)"]
+    try:
+        known = fabric()
+    except LauncherError:
+        known = None
+    if known is not None:
+        asked.insert(0, f"{known.words}, of which {case.num_nodes} nodes need {known.least(case.num_nodes)}")
+    return [f"leaves  {'; '.join(asked)}"] if asked else []
 
 
 def _about_block(model: ModelConfig) -> list[str]:

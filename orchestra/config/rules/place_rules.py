@@ -29,8 +29,8 @@ from orchestra.run.paths import offload_folder
 from orchestra.run.permissions import group_problem
 from orchestra.sizes.compilation import lacking_tools, refusal, tools_here
 from orchestra.sizes.flops import num_parameters
-from orchestra.sizes.topology import layout
-from orchestra.sizes.units import MIB, binary, slurm_time_s
+from orchestra.sizes.topology import divisors, layout, listed
+from orchestra.sizes.units import MIB, as_slurm_time, binary, slurm_time_s
 
 # 256 byte values and the document separator.
 _STDLIB_VOCABULARY = 257
@@ -46,6 +46,8 @@ _SAID_BY = {
     "time": "cluster.time_limit",
     "gpus_per_node": "cluster.gpus_per_node",
     "nodes": "cluster.nodes",
+    "segment": "cluster.segment",
+    "switches": "cluster.max_switches",
     "job_name": "run.name",
     "requeue": "cluster.requeue",
     "no_requeue": "cluster.requeue",
@@ -360,6 +362,25 @@ def rule_time_for_warning(config: Config, _: Situation) -> Iterator[str]:
             f"before its end (recovery.stop_timeout_s={stop_s:g} for a save, {SLACK_S} s because Slurm is "
             f"not exact), and a save takes up to that; use {math.ceil(least_s / 60)} minutes or more, or "
             f"lower recovery.stop_timeout_s"
+        )
+
+
+def rule_switches(config: Config, _: Situation) -> Iterator[str]:
+    """Where in the network a job's nodes are to lie."""
+    cluster, wait = config.cluster, config.cluster.max_switches_wait
+    if wait is not None and cluster.max_switches is None:
+        yield f"cluster.max_switches_wait={wait} is for cluster.max_switches; give that too, or neither"
+    try:
+        if wait is not None and slurm_time_s(as_slurm_time(wait)) is None:
+            raise ValueError
+    except ValueError:
+        yield f"cluster.max_switches_wait={wait} is no time; use minutes, H:MM:SS, D-HH:MM:SS or e.g. 2h"
+    segment, total = cluster.segment, cluster.nodes + cluster.spare_nodes
+    if segment is not None and segment > 0 and total % segment:
+        fitting = listed([size for size in divisors(total) if size > 1] or [1]) if total > 0 else 1
+        yield (
+            f"cluster.segment={segment} does not divide the job's {total} nodes (cluster.nodes + "
+            f"cluster.spare_nodes), as Slurm demands; use {fitting}"
         )
 
 

@@ -87,6 +87,8 @@ _BOUNDS: dict[str, tuple[int | None, int | None]] = {
     "cluster.min_nodes": (1, None),
     "cluster.threads_per_rank": (1, 4096),
     "cluster.spare_nodes": (0, None),
+    "cluster.max_switches": (1, None),
+    "cluster.segment": (1, None),
     "cluster.gpus_per_node": (None, 1024),
     "recovery.max_restarts": (0, 10**6),
     "recovery.min_nodes": (1, None),

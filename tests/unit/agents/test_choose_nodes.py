@@ -10,17 +10,20 @@ from typing import Any
 
 import pytest
 
-from conf.schema import ClusterConfig, Config, Device
+from conf.schema import ClusterConfig, Config, Device, NodeOrder, ParallelismConfig, RecoveryConfig
 from launchers.node_agent import StopRequests
 from launchers.node_group import GroupMember, NodeGroup, Order
 from orchestra.agents.choose_nodes import (
     Shrink,
     are_checked,
+    arranged,
     by_preference,
     doubts,
     found_unfit,
     next_nodes,
+    order_facts,
     preferred,
+    shrunk,
     slow,
     words_of,
     write_findings,
@@ -214,6 +217,44 @@ def test_a_host_that_was_left_out_does_not_come_back_as_a_spare() -> None:
     assert next_nodes(order, decision, there, config, {}) == (0, 2)
     assert next_nodes(order, decision, there, config, {}, {"node3"}) == (0, 3)
     assert next_nodes(order, decision, there, config, {}, {"node3", "node4"}) is None
+
+
+# Where nodes are in the network.
+
+
+def under(*leaves: str) -> dict[int, GroupMember]:
+    return members(*({"switches": ["spine", leaf]} for leaf in leaves))
+
+
+def test_a_spare_under_the_lost_nodes_switch_steps_in_and_the_others_keep_their_ranks() -> None:
+    config = Config(cluster=ClusterConfig(nodes=3, spare_nodes=3, gpus_per_node=1))
+    there = under("a", "b", "b", "b", "a", "a")
+    where = {str(node): ["spine", leaf] for node, leaf in enumerate("abb")}
+    order = Order(0, "start", (0, 1, 2), facts={"switches": where})
+    replace = Decision(Action.replace, 1, "")
+    for lost, expected in ((0, (4, 1, 2)), (1, (0, 3, 2))):
+        left = {node: member for node, member in there.items() if node != lost}
+        assert next_nodes(order, replace, left, config, {}) == expected
+    # A sound one under another switch rather than a doubtful one.
+    left = {node: member for node, member in there.items() if node != 1}
+    assert next_nodes(order, replace, left, config, {"node4": "failed twice"}) == (0, 4, 2)
+
+
+def test_ranks_are_laid_out_by_the_switches_and_what_is_left_out_breaks_no_group() -> None:
+    cluster = ClusterConfig(nodes=4, spare_nodes=1, gpus_per_node=2)
+    config = Config(cluster=cluster, parallelism=ParallelismConfig(tp=2, pp=2))
+    there = under("a", "b", "a", "b", "a")
+    # Two pipeline stages of two nodes; the odd node is the spare.
+    assert arranged(range(5), there, config, 4) == (0, 2, 1, 3, 4)
+    off = dataclasses.replace(cluster, node_order=NodeOrder.scheduler)
+    assert arranged(range(5), there, dataclasses.replace(config, cluster=off), 4) == (0, 1, 2, 3, 4)
+    may_shrink = dataclasses.replace(config, recovery=RecoveryConfig(min_nodes=2))
+    assert shrunk([1, 2, 4], may_shrink, there) == (2, 4)
+    facts = order_facts(there, (0, 2, 1, 3), config)
+    assert (facts["by"], facts["leaves"]) == (
+        "topology",
+        {"spine.a": ["node1", "node3"], "spine.b": ["node2", "node4"]},
+    )
 
 
 # A job whose nodes are not fit makes room for another one without them, and not for ever.

@@ -121,7 +121,12 @@ rule_time_limit
     cluster.time_limit=4x -> cluster.time_limit=4x | D-HH:MM:SS
 rule_time_for_warning
     cluster.launcher=slurm  cluster.time_limit='4' -> 150 s before its end | use 5 minutes or more
+rule_switches
+    cluster.max_switches_wait=2h -> cluster.max_switches_wait=2h | cluster.max_switches
+    cluster.max_switches=1  cluster.max_switches_wait=soon -> max_switches_wait=soon | D-HH:MM:SS
+    cluster.launcher=slurm  cluster.nodes=6  cluster.segment=4 -> cluster.segment=4 | use 2, 3 or 6
 rule_slurm_extra
+    cluster.slurm_extra={switches: 1} -> slurm_extra.switches | cluster.max_switches
     cluster.slurm_extra={nodes: 3} -> slurm_extra.nodes | cluster.nodes
     cluster.slurm_extra={array: 0-3} -> slurm_extra.array | sweep
 rule_srun_extra

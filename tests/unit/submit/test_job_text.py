@@ -93,6 +93,13 @@ def test_options_of_srun_and_variables_in_a_prefix_reach_srun_as_they_are(
     assert words[begin : begin + 4] == ["run", "--name", "a `b` $(c)", "/images/of the site.sif"]
 
 
+def test_where_the_nodes_are_to_lie_is_told_to_sbatch(orchestra: CommandLine) -> None:
+    asked = ("cluster.max_switches=2", "cluster.max_switches_wait=90m", "cluster.segment=2")
+    script = orchestra(*SMALL, "cluster.nodes=4", *asked).out.splitlines()
+    assert {"#SBATCH --switches=2@1:30:00", "#SBATCH --segment=2"} <= set(script)
+    assert not any("--switches" in line or "--segment" in line for line in orchestra(*SMALL).out.splitlines())
+
+
 def test_apptainer_prefix_stands_before_the_command_and_keeps_its_quotes(
     orchestra: CommandLine, tmp_path: Path
 ) -> None:
