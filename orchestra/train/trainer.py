@@ -78,7 +78,7 @@ from orchestra.train.stopping import RequestWatch, SaveClock, Stopping
 from orchestra.train.watch.bad_losses import NonFiniteGuard, OverflowLog
 from orchestra.train.watch.flight_recorder import answer_for_collectives
 from orchestra.train.watch.inject_faults import Faults
-from orchestra.train.watch.noise_scale import NoiseScale
+from orchestra.train.watch.noise_scale import NoiseScale, build_noise_scale
 from orchestra.train.watch.profile import StepProfiler
 from orchestra.train.watch.replay import Replay, ReplayError
 from orchestra.train.watch.source_losses import SourceLosses, build_source_losses
@@ -324,9 +324,7 @@ def assemble(config: Config, mesh: Mesh, ranks: RankEnvironment, rank: RankAttem
     clock = DeviceClock() if mesh.device.type == "cuda" else HostClock()
     own_times = StepTimesFile(rank.run, rank.attempt, mesh.rank)
     step_times = StepTimes(config.recovery, peers, clock, events_of_rank_0, mesh.layout.pp, own_times)
-    # One of the ranks that share samples writes them down.
-    has_ledger = config.data.ledger and mesh.coordinates.tp == mesh.coordinates.cp == mesh.coordinates.pp == 0
-    ledger = LedgerHook(Ledger(rank.run, mesh.rank, rank.attempt)) if has_ledger else None
+    ledger = _ledger(config, mesh, rank)
     profiler = _profiler(config, mesh, built, stopping, rank)
     peak_flops = _announced_peak_flops(config, mesh, built, rank.events) if mesh.rank == 0 else None
     if mesh.rank == 0 and mesh.device.type == "cuda":
@@ -334,11 +332,9 @@ def assemble(config: Config, mesh: Mesh, ranks: RankEnvironment, rank: RankAttem
     replay = build_replay(config, mesh, built, peers, events_of_rank_0, begin, rank.attempt)
     guard = _nonfinite_guard(config, built, rank.events, begin)
     sources = build_source_losses(loader.source, built.parallelized.model, mesh)
-    every = config.train.noise_scale_every
-    noise = None if every is None else NoiseScale(every, built.parallelized, built.batches, mesh)
-    hooks = StepHooks(
-        (step_times, heartbeat, faults, profiler, replay, sources, noise, copies, ledger, guard)
-    )
+    noise = build_noise_scale(config.train, built.parallelized, built.batches, mesh)
+    used = (step_times, heartbeat, faults, profiler, replay, sources, noise, copies, ledger, guard)
+    hooks = StepHooks(used)
     step = build_step(config, mesh, built, hooks, begin.loss_scale, begin.recent_losses, begin.fp8_sizes)
     metrics = _metrics(config, mesh, built, step, peak_flops, begin, rank) if mesh.rank == 0 else None
     evaluation = build_evaluation(config, built.parallelized, built.batch, mesh, events_of_rank_0)
@@ -362,6 +358,13 @@ def assemble(config: Config, mesh: Mesh, ranks: RankEnvironment, rank: RankAttem
         evaluation=evaluation,
         metric=config.run.metric,
     )
+
+
+def _ledger(config: Config, mesh: Mesh, rank: RankAttempt) -> LedgerHook | None:
+    place = mesh.coordinates
+    # One of the ranks that share samples writes them down.
+    has_ledger = config.data.ledger and place.tp == place.cp == place.pp == 0
+    return LedgerHook(Ledger(rank.run, mesh.rank, rank.attempt)) if has_ledger else None
 
 
 def _faults(config: Config, mesh: Mesh, built: BuiltModel, rank: RankAttempt) -> Faults:
