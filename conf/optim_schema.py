@@ -37,6 +37,30 @@ class StateDType(Enum):
     bf16 = "bf16"
 
 
+class Parametrization(Enum):
+    """How initial values and learning rates of parameters follow from the model's sizes. `standard`: one rate
+    for all. `mup`: so that the best rate of a small model is that of a large one (maximal update).
+    """
+
+    standard = "standard"
+    mup = "mup"
+
+
+@dataclass(frozen=True)
+class MupConfig:
+    """The sizes that optim.parametrization=mup counts from: there it is the standard one. Take those of the
+    small model whose values are carried over; all widths inside the layers are to grow with hidden_size.
+    """
+
+    # null: those of the model itself.
+    base_hidden: int | None = None
+    base_layers: int | None = None
+    # For heads that grow wider; those that grow more numerous need nothing.
+    base_head_dim: int | None = None
+    # Learning rate of the embeddings over optim.lr, which is to be found on the small model too.
+    embedding_rate: float = 1.0
+
+
 @dataclass(frozen=True)
 class OptimConfig:
     """The optimizer, AdamW unless `target` names another, and its learning-rate schedule."""
@@ -58,6 +82,8 @@ class OptimConfig:
     batch_ramp_lr: RampRate = RampRate.none
     # Data type of both moments; bf16 is rounded stochastically. Masters are fp32 always.
     state_dtype: StateDType = StateDType.fp32
+    parametrization: Parametrization = Parametrization.standard
+    mup: MupConfig = field(default_factory=MupConfig)
     # Another optimizer in AdamW's place: package.module:name, called as name(params, lr=lr, **options), which
     # returns a torch.optim.Optimizer; then weight_decay, betas, eps and state_dtype are not used.
     target: str | None = None

@@ -18,7 +18,9 @@ from conf.model_schema import MoeAuxScope as MoeAuxScope
 from conf.model_schema import MoeBalance as MoeBalance
 from conf.model_schema import RopeScaling as RopeScaling
 from conf.model_schema import ScoringFunc as ScoringFunc
+from conf.optim_schema import MupConfig as MupConfig
 from conf.optim_schema import OptimConfig as OptimConfig
+from conf.optim_schema import Parametrization as Parametrization
 from conf.optim_schema import RampRate as RampRate
 from conf.optim_schema import Schedule as Schedule
 from conf.optim_schema import StateDType as StateDType

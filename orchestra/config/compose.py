@@ -282,6 +282,7 @@ def in_one_line(error: Exception) -> str:
 
 _MODEL = "the checkpoints hold this model and no other"
 _ORDER = "which samples come next follows from it, and some would come twice or never"
+_WIDTHS = "its initial values and learning rates follow from it"
 _PLACE = "its records and checkpoints lie there"
 # Keys that a run keeps for its whole life, and why.
 FIXED = {
@@ -293,6 +294,8 @@ FIXED = {
     "data.path": f"{_ORDER}; where the same files were moved, leave a link behind",
     "data.blend": _ORDER,
     "optim.state_dtype": "the checkpoints hold its moments in this type, and they are not converted",
+    "optim.parametrization": _WIDTHS,
+    **{f"optim.mup.{field.name}": _WIDTHS for field in dataclasses.fields(Config().optim.mup)},
     "optim.target": "the checkpoints hold its state and no other's",
     "run.name": _PLACE,
     "run.dir": _PLACE,

@@ -31,6 +31,7 @@ from orchestra.model.layers import (
 from orchestra.model.logits import EAGER, LogitsPasses
 from orchestra.model.loss import Loss, MakeProducts, PlainProducts, cross_entropy_sum
 from orchestra.model.mixture.mixture import Mixture
+from orchestra.model.parametrization import ShareOf, standard
 from orchestra.sizes.flops import head_dim
 
 # Makes the layer of a number, counted from 0 on.
@@ -136,6 +137,8 @@ class Transformer(nn.Module):
         # What cuts the output matrix over ranks puts its own loss in this place.
         self.loss: Loss = cross_entropy_sum
         self.logits_passes: LogitsPasses = EAGER
+        # Who trains the model by another parametrization puts its initial values in this place.
+        self.share_of: ShareOf = standard
         self.output_products: MakeProducts = PlainProducts
         # What cuts sequences over ranks puts its own in this place.
         self.sequences: Sequences = WholeSequences()
@@ -280,15 +283,16 @@ def initial_std(model: ModelConfig, name: str) -> float:
 
 def initial_normal(model: Transformer, name: str, num_dims: int) -> tuple[float, float]:
     """Return mean and standard deviation of a parameter's initial values: what its layer says, which may be a
-    plug-in, else matrices normal, the gains of norms 1, biases 0.
+    plug-in, else matrices normal, the gains of norms 1, biases 0, each as the model's parametrization has it.
     """
     layer = re.match(r"layers\.\d+", name)
     own = layer and initial_normal_of(model.get_submodule(layer[0]), name[layer.end() + 1 :])
     if own:
         return own
+    share = model.share_of(name).initial
     if num_dims >= 2:
-        return 0.0, initial_std(model.config, name)
-    return (1.0 if name.endswith(".weight") else 0.0), 0.0
+        return 0.0, initial_std(model.config, name) * share
+    return (share if name.endswith(".weight") else 0.0), 0.0
 
 
 def initial_normal_of(layer: nn.Module, name: str) -> tuple[float, float] | None:

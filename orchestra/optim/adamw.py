@@ -91,7 +91,8 @@ class AdamW:
 
     `state` has the moments by master; `lr` is set before each step. `seed` and `global_index` choose the
     random bits of rounded moments. `is_compiled`: 16-bit gradients are taken by one compiled pass. `names`
-    are those of all the model's parameters, where this rank trains some of them.
+    are those of all the model's parameters, where this rank trains some of them. `rates`: what multiplies the
+    learning rate of a parameter, by its name, where that is not 1; its decay stays lr · weight_decay.
     """
 
     takes_all_at_once = False
@@ -105,6 +106,7 @@ class AdamW:
         *,
         is_compiled: bool = False,
         names: Iterable[str] | None = None,
+        rates: Mapping[str, float] | None = None,
     ) -> None:
         device = trained[0].master.device
         self.lr = optim.lr
@@ -124,6 +126,7 @@ class AdamW:
         self._step = 0
         # In fp32 and on the device, as the kernel reads it.
         self._num_updates = torch.zeros((), dtype=torch.float32, device=device)
+        self._rates = rates or {}
         self._weight_decay = optim.weight_decay
         self._betas = optim.betas
         self._eps = optim.eps
@@ -180,34 +183,33 @@ class AdamW:
         of the masters' dtype is the master's own memory. Gradients are overwritten. Each master once in a
         step; one without elements is left out.
         """
-        given = list(zip(trained, gradients, parameters, strict=True))
-        for has_decay in (True, False):
-            chosen = [
-                _Piece(
-                    item, 0, item.master.view(-1), gradient.reshape(-1), parameter.view(-1), self._of(item)
-                )
-                for item, gradient, parameter in given
-                if (item.parameter.dim() >= 2) is has_decay and gradient.numel()
-            ]
-            if has_decay:
-                # Vectors are few and short: one call for all of them is less than one each.
-                chosen = [piece for piece in chosen if not self._update_compiled(piece)]
+        groups: dict[tuple[bool, float], list[_Piece]] = {}
+        for item, gradient, parameter in zip(trained, gradients, parameters, strict=True):
+            if gradient.numel():
+                flat = item.master.view(-1), gradient.reshape(-1), parameter.view(-1), self._of(item)
+                key = item.parameter.dim() >= 2, self._rates.get(item.name, 1.0)
+                groups.setdefault(key, []).append(_Piece(item, 0, *flat))
+        for (has_decay, rate), pieces in groups.items():
+            # Vectors are few and short: one call for all of them is less than one each.
+            chosen = [piece for piece in pieces if not (has_decay and self._update_compiled(piece, rate))]
             if chosen:
-                self._update_in_blocks(chosen, self._weight_decay if has_decay else 0.0)
+                decay = self._weight_decay / rate if has_decay else 0.0
+                self._update_in_blocks(chosen, self.lr * rate, decay)
 
     def _of(self, item: Trained) -> tuple[Tensor, Tensor]:
         first, second = item.moments or (self.state[item.master][name] for name in MOMENTS)
         return first.view(-1), second.view(-1)
 
-    def _update_compiled(self, piece: _Piece) -> bool:
+    def _update_compiled(self, piece: _Piece, rate: float) -> bool:
         """Update a matrix by the compiled pass; return False where that is not for it."""
         if self._compiled is None or not piece.is_converted or piece.master.numel() % ROW:
             return False
         state = (piece.master, *piece.moments)
-        self._compiled.update(state, piece.gradient, piece.parameter, self._grad_scale, self._found_inf)
+        given = piece.gradient, piece.parameter
+        self._compiled.update(state, *given, self._grad_scale, self._found_inf, rate)
         return True
 
-    def _update_in_blocks(self, chosen: Sequence[_Piece], weight_decay: float) -> None:
+    def _update_in_blocks(self, chosen: Sequence[_Piece], lr: float, weight_decay: float) -> None:
         """Update some masters by blocks of a size whose fp32 copies stay in the cache: what is converted for
         the kernel, or rounded after it, goes through memory once.
         """
@@ -218,7 +220,7 @@ class AdamW:
             wide_moments = [wide.copies(moment, number) for number, moment in enumerate(moments)]
             masters = [piece.master for piece in block]
             gradients = wide.copies([piece.gradient for piece in block], len(MOMENTS))
-            self._update(masters, gradients, wide_moments, weight_decay)
+            self._update(masters, gradients, wide_moments, lr, weight_decay)
             if self._is_rounded:
                 self._round_moments(block, wide_moments)
             if block[0].parameter.dtype is not masters[0].dtype:
@@ -229,6 +231,7 @@ class AdamW:
         masters: list[Tensor],
         gradients: list[Tensor],
         moments: list[list[Tensor]],
+        lr: float,
         weight_decay: float,
     ) -> None:
         first, second = moments
@@ -239,7 +242,7 @@ class AdamW:
             second,
             [],
             [self._num_updates] * len(masters),
-            lr=self.lr,
+            lr=lr,
             beta1=self._betas[0],
             beta2=self._betas[1],
             weight_decay=weight_decay,

@@ -40,10 +40,13 @@ class CompiledUpdate:
         parameter: Tensor,
         divisor: Tensor,
         is_left_out: Tensor,
+        rate: float = 1.0,
     ) -> None:
         """Update master and moments (`state`, fp32) with gradient / divisor unless it is left out (1.0), and
-        round the master into the parameter. All flat and of one length, a multiple of ROW.
+        round the master into the parameter. All flat and of one length, a multiple of ROW. `rate` multiplies
+        the learning rate, and not the decay.
         """
+        step_size = self._step_size if rate == 1.0 else self._step_size * rate
         master, first, second = (tensor.view(-1, ROW) for tensor in state)
         self._pass(
             master,
@@ -51,7 +54,7 @@ class CompiledUpdate:
             second,
             gradient.view(-1, ROW),
             parameter.view(-1, ROW),
-            self._step_size,
+            step_size,
             self._root_correction,
             self._kept,
             divisor,

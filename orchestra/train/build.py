@@ -23,6 +23,7 @@ from orchestra.data.loader import Loader
 from orchestra.data.source import open_source, separator_of
 from orchestra.errors import ConfigError, DataError
 from orchestra.model.initial import is_fake
+from orchestra.model.parametrization import share_of
 from orchestra.model.plugged_loss import PluggedLoss
 from orchestra.model.transformer import MakeBlock, Transformer, own_block
 from orchestra.optim.adamw import AdamW, Trained
@@ -165,7 +166,11 @@ def build_optimizer(config: Config, parallelized: Parallelized, mesh: Mesh) -> O
     is_compiled = config.train.compile is True and parallelized.trained[0].master.is_cuda
     trained = parallelized.trained
     names = parallelized.shapes
-    return AdamW(trained, config.optim, config.train.seed, index, is_compiled=is_compiled, names=names)
+    share = share_of(config.model, config.optim)
+    rates = {item.name: share(item.name).rate for item in trained}
+    return AdamW(
+        trained, config.optim, config.train.seed, index, is_compiled=is_compiled, names=names, rates=rates
+    )
 
 
 def _plugged(config: Config, parallelized: Parallelized, mesh: Mesh) -> PluggedOptimizer:
@@ -213,6 +218,7 @@ def meta_model(config: Config) -> Transformer:
     separator_id = separator_of(config.data) if config.data.document_masks else None
     with torch.device("meta"):
         model = Transformer(config.model, config.train.loss_chunk_tokens, separator_id, make_block(config))
+    model.share_of = share_of(config.model, config.optim)
     for plugin in named_in(config):
         if plugin.key == "train.loss":
             model.loss = PluggedLoss(loaded(plugin))

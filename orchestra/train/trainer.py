@@ -79,7 +79,7 @@ from orchestra.train.watch.bad_losses import NonFiniteGuard, OverflowLog
 from orchestra.train.watch.energy import EnergyWatch, build_energy_watch
 from orchestra.train.watch.flight_recorder import answer_for_collectives
 from orchestra.train.watch.inject_faults import Faults
-from orchestra.train.watch.noise_scale import NoiseScale
+from orchestra.train.watch.noise_scale import NoiseScale, build_noise_scale
 from orchestra.train.watch.profile import StepProfiler
 from orchestra.train.watch.replay import Replay, ReplayError
 from orchestra.train.watch.source_losses import SourceLosses, build_source_losses
@@ -336,10 +336,9 @@ def assemble(config: Config, mesh: Mesh, ranks: RankEnvironment, rank: RankAttem
     replay = build_replay(config, mesh, built, peers, events_of_rank_0, begin, rank.attempt)
     guard = _nonfinite_guard(config, built, rank.events, begin)
     sources = build_source_losses(loader.source, built.parallelized.model, mesh)
-    noise = _noise_scale(config, mesh, built)
-    hooks = StepHooks(
-        (step_times, heartbeat, faults, profiler, replay, sources, noise, copies, ledger, guard)
-    )
+    noise = build_noise_scale(config.train, built.parallelized, built.batches, mesh)
+    used = (step_times, heartbeat, faults, profiler, replay, sources, noise, copies, ledger, guard)
+    hooks = StepHooks(used)
     step = build_step(config, mesh, built, hooks, begin.loss_scale, begin.recent_losses, begin.fp8_sizes)
     energy = build_energy_watch(mesh, ranks, peers, events_of_rank_0)
     metrics = _metrics(config, mesh, built, step, peak_flops, begin, rank, energy) if mesh.rank == 0 else None
@@ -374,15 +373,10 @@ def _step_times(config: Config, mesh: Mesh, peers: Peers, rank: RankAttempt) -> 
     return StepTimes(config.recovery, peers, clock, events, mesh.layout.pp, own_times)
 
 
-def _noise_scale(config: Config, mesh: Mesh, built: BuiltModel) -> NoiseScale | None:
-    every = config.train.noise_scale_every
-    return None if every is None else NoiseScale(every, built.parallelized, built.batches, mesh)
-
-
 def _ledger(config: Config, mesh: Mesh, rank: RankAttempt) -> LedgerHook | None:
+    place = mesh.coordinates
     # One of the ranks that share samples writes them down.
-    writes = mesh.coordinates.tp == mesh.coordinates.cp == mesh.coordinates.pp == 0
-    has_ledger = config.data.ledger and writes
+    has_ledger = config.data.ledger and place.tp == place.cp == place.pp == 0
     return LedgerHook(Ledger(rank.run, mesh.rank, rank.attempt)) if has_ledger else None
 
 

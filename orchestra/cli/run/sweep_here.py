@@ -9,7 +9,13 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from orchestra.cli.run.sweep_text import member_rows, result_facts, results_table, tell_trials
+from orchestra.cli.run.sweep_text import (
+    member_rows,
+    result_facts,
+    results_table,
+    tell_carried_over,
+    tell_trials,
+)
 from orchestra.cli.text import describe
 from orchestra.cli.text.figures import number_of
 from orchestra.config.machine import this_machine
@@ -144,6 +150,7 @@ def _tell_results(ledger: SweepLedger, code: int | None, arguments: Namespace) -
         status, resume = (describe.invocation(verb, ledger.sweep) for verb in ("status", "resume"))
         is_done = all(result.is_done for result in results)
         print(f"\n{results_table(rows)}")
+        tell_carried_over(results)
         print(f"next    `{status}`" + ("" if is_done else f", `{resume}`"))
     return waiting.exit_code(results) if code is None else code
 

@@ -19,6 +19,7 @@ from orchestra.cli.text import describe, figures
 from orchestra.cli.text.figures import number_of
 from orchestra.config.machine import Situation
 from orchestra.errors import EXIT_DONE, EXIT_FAILED, ConfigError, LaunchError
+from orchestra.report.carry_over import carried_over
 from orchestra.report.run_state import name_of
 from orchestra.run.paths import SweepDir, read_sweep
 from orchestra.run.run_folders import remember
@@ -50,7 +51,23 @@ def wait(runs: Sequence[RunDir], metric: str, *, as_json: bool) -> int:
     results = waiting.wait_for(runs, metric)
     rows = [result_facts(result) for result in results]
     print(json.dumps({"results": rows}, indent=2) if as_json else results_table(rows))
+    if not as_json:
+        tell_carried_over(results)
     return waiting.exit_code(results)
+
+
+def tell_carried_over(results: Sequence[RunResult]) -> None:
+    """Print what the best member has found for larger models, where it can be carried over."""
+    from orchestra.run.config_file import read_config
+
+    known = [(result.value, result) for result in results if result.is_done and result.value is not None]
+    if not known:
+        return
+    best = min(known, key=lambda pair: pair[0])[1]
+    carried = carried_over(read_config(best.run.config))
+    if carried is not None:
+        lines = figures.wrapped(f"{carried} ({name_of(best.run)})", "carry   ", " " * 8, keeps_words=True)
+        print("\n".join(lines))
 
 
 def result_facts(result: RunResult) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any
 
-from conf.schema import Config
+from conf.schema import Config, MupConfig, Parametrization
 from orchestra.config.keys import nearest, shown
 from orchestra.config.machine import Situation, tokens_per_step, world_size
 from orchestra.data.held_out import held_out_data
@@ -58,6 +58,9 @@ _BOUNDS: dict[str, tuple[int | None, int | None]] = {
     "eval.every_steps": (1, None),
     "eval.steps": (1, 2**40),
     "optim.warmup_steps": (0, None),
+    "optim.mup.base_hidden": (1, 2**20),
+    "optim.mup.base_layers": (1, 2**16),
+    "optim.mup.base_head_dim": (1, 2**16),
     # Nothing is trained with more, and 1e20 is a slip.
     "optim.lr": (None, 100),
     "optim.eps": (None, 1),
@@ -128,6 +131,7 @@ _POSITIVE = (
     "optim.lr",
     "optim.eps",
     "optim.clip_norm",
+    "optim.mup.embedding_rate",
     "train.recompute_budget_gib",
     "cluster.peak_tflops",
     "cluster.mtbf_device_hours",
@@ -270,6 +274,33 @@ def rule_learning_rates(config: Config, _: Situation) -> Iterator[str]:
     low, high = config.optim.min_lr, config.optim.lr
     if low is not None and low > high:
         yield f"optim.min_lr={low} is above optim.lr={high}; use at most {high}, or null for a tenth of it"
+
+
+def rule_parametrization(config: Config, _: Situation) -> Iterator[str]:
+    optim, model = config.optim, config.model
+    if optim.parametrization is Parametrization.standard:
+        if optim.mup != MupConfig():
+            given = [f.name for f in dataclasses.fields(MupConfig) if getattr(optim.mup, f.name) != f.default]
+            yield (
+                f"optim.mup.{given[0]} without optim.parametrization=mup: nothing is counted from it; use "
+                "optim.parametrization=mup, or leave it out"
+            )
+        return
+    if model.tie_word_embeddings:
+        yield (
+            "optim.parametrization=mup with model.tie_word_embeddings=true: embedding and output matrix need "
+            "rates of their own; use model.tie_word_embeddings=false"
+        )
+    if optim.target is not None:
+        yield (
+            f"optim.parametrization=mup with optim.target={optim.target}: its rates are those of AdamW; use "
+            "optim.target=null"
+        )
+    if model.block is not None:
+        yield (
+            f"optim.parametrization=mup with model.block={model.block}: nobody knows the widths of its "
+            "parameters; use model.block=null"
+        )
 
 
 def rule_schedule(config: Config, _: Situation) -> Iterator[str]:

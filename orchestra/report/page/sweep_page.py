@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from orchestra.errors import ConfigError
+from orchestra.report.carry_over import carried_over
 from orchestra.report.page.configurations import flat_config, is_secret
 from orchestra.report.page.curves import thinned
 from orchestra.report.run_state import MemberState, SweepState
@@ -117,8 +118,17 @@ def _verdict(state: SweepState, members: Sequence[Record], metric: str, best: Se
     words = [f"`orchestra why {name}` tells what ended them", *words] if bad else words
     if best and not words:
         words = [f"`orchestra report {name}/{best[0]:03d}` shows the best member's run"]
+    if best and (carried := _carried(next(each for each in state.members if each.member.index == best[0]))):
+        words.append(f"`{carried}` carries its values over to a larger model")
     evidence = [f"{row['name']}: {row['cause']}" for row in bad[:3] if row["cause"]]
     return {"sentence": sentence + ".", "tone": tone, "evidence": evidence, "next": words}
+
+
+def _carried(best: MemberState) -> str | None:
+    try:
+        return carried_over(read_config(best.run.config))
+    except ConfigError:
+        return None
 
 
 def _shown(value: float | str) -> str:

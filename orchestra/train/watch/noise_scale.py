@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from conf.schema import TrainConfig
 from orchestra.optim.adamw import squared_norm
 from orchestra.parallel.apply import Parallelized
 from orchestra.parallel.marks import marked
@@ -110,3 +111,11 @@ class NoiseScale(StepHook):
             NOISE_GRADIENT: math.fsum(gradients) / len(measured),
             NOISE_VARIANCE: math.fsum(variances) / len(measured),
         }
+
+
+def build_noise_scale(
+    train: TrainConfig, parallelized: Parallelized, batches: StepBatches, mesh: Mesh
+) -> NoiseScale | None:
+    """Return the hook that measures the noise; None where that is not asked for."""
+    every = train.noise_scale_every
+    return None if every is None else NoiseScale(every, parallelized, batches, mesh)

@@ -232,6 +232,11 @@ rule_batch_ramp
         -> train.batch_ramp[1].global_batch_tokens=512 | leave that batch out
     train.batch_ramp=[{tokens: 0, global_batch_tokens: 0}]
         -> train.batch_ramp[0].global_batch_tokens=0 | 1 or more
+rule_parametrization
+    optim.mup.base_hidden=64 -> optim.mup.base_hidden without optim.parametrization=mup | leave it out
+    optim.parametrization=mup  model.tie_word_embeddings=true -> use model.tie_word_embeddings=false
+    optim.parametrization=mup  optim.target=sgd -> optim.target=sgd | use optim.target=null
+    optim.parametrization=mup  model.block=mine -> model.block=mine | use model.block=null
 rule_noise_scale
     train.noise_scale_every=5  parallelism.cp=2 -> parallelism.cp=2 | use parallelism.cp=1
     train.noise_scale_every=5  parallelism.pp=2  model.tie_word_embeddings=true

@@ -22,7 +22,7 @@ PRESETS = [(group, preset) for group in GROUPS for preset in TREE.options(group)
 def composed(group: str, preset: str, situation: Situation) -> Composed:
     needed: list[str] = []
     # What a preset cannot know: the files, or a batch for eight ranks.
-    if preset == "tokens" or (group == "experiment" and preset != "demo"):
+    if preset == "tokens" or (group == "experiment" and preset not in ("demo", "mup_small")):
         needed = ["data.path=s3://bucket/corpus"]
     if group == "parallelism" and preset.startswith("tp8_"):
         needed = ["cluster=slurm", "cluster.nodes=8", "cluster.gpus_per_node=8", "train.global_batch_size=64"]
