@@ -151,6 +151,8 @@ class MoreNodes:
         job = batch_job(config, self._run, token, replace(share, without=tuple(without)))
         # The code that trains: a run that was resumed, and a member of a sweep, have it elsewhere.
         path = os.environ.get("PYTHONPATH") or job.exports["PYTHONPATH"]
+        # It is too few nodes for whole segments.
+        options = {name: value for name, value in job.options.items() if name != "segment"}
         prefix = (f"PYTHONPATH={path}" if word.startswith("PYTHONPATH=") else word for word in job.prefix)
         return replace(
             job,
@@ -161,6 +163,7 @@ class MoreNodes:
             after_failure=(),
             setup_failed=(),
             prefix=tuple(prefix),
+            options=options,
             exports={**job.exports, "PYTHONPATH": path, HELPS_VARIABLE: str(helped)},
         )
 
