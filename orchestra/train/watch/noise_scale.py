@@ -85,7 +85,8 @@ class NoiseScale(StepHook):
         gradient = (large * of_large - small * of_small) / (large - small)
         variance = (of_small - of_large) / (1.0 / small - 1.0 / large)
         is_sound = torch.isfinite(gradient) & torch.isfinite(variance)
-        self._measured.append(torch.where(is_sound, torch.stack([gradient, variance]), math.nan))
+        if self._mesh.rank == 0:
+            self._measured.append(torch.where(is_sound, torch.stack([gradient, variance]), math.nan))
 
     def _sum_partial(self) -> None:
         """Sum what ranks of tensor parallelism have parts of, and count it once."""
