@@ -514,7 +514,7 @@ class TrainConfig:
     global_batch_size: int | None = None
     # The same in tokens (a multiple of seq_len); takes the place of global_batch_size.
     global_batch_tokens: int | None = None
-    # A global batch that grows while the run trains, [{tokens: 0, global_batch_tokens: 1Mi}, …], by more
+    # A global batch that grows while the run trains, [{tokens: 0, global_batch_tokens: 1048576}, …], by more
     # accumulation; takes the place of the two above, which are then its last one.
     batch_ramp: list[BatchStage] = field(default_factory=list)
     # Sequences in one forward and backward pass of a rank; null: the largest divisor of its share up to 8.

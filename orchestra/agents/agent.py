@@ -37,7 +37,7 @@ from orchestra.agents.pack.packed_job import PackedJob, place_of
 from orchestra.agents.slurm_job import SlurmJob
 from orchestra.agents.wait_for_nodes import NODES_TIMEOUT_S
 from orchestra.data.block_checks import forget_blocks
-from orchestra.errors import EXIT_FAILED, EXIT_STOPPED, LaunchError, RivalError
+from orchestra.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, LaunchError, RivalError
 from orchestra.recovery.history import attempt_of
 from orchestra.recovery.incidents import Verdict, node_verdict
 from orchestra.run.config_file import read_config
@@ -150,6 +150,9 @@ class _Agent:
                     return AttendResult(unwritten.code, self._last_attempt, unwritten)
                 self._idle_since = time.monotonic()
                 continue
+            if self._context.scheduler.is_helper and self._context.signals.count():
+                # Its job is about to be ended, and the run goes on without it.
+                return AttendResult(EXIT_DONE, self._last_attempt)
             if self._group.leads:
                 if self._context.scheduler.is_helper:
                     raise LaunchError(f"the job that this one helps is over ({self._group.folder.name})")

@@ -78,10 +78,10 @@ def perform(context: AgentContext, order: Order, tick: Callable[[int], None]) ->
             record.events.write("node_started", node=context.node, pid=os.getpid(), **_bound(context.config))
         patience_s, reason = context.config.recovery.stop_timeout_s, context.scheduler.stop_reason
         stop = StopDeadline(context.run, attempt, context.signals, patience_s, reason)
+        resize = Resize(context, order, record)
         agent = _started(context, spec, place)
         own = range(place.node * spec.ranks_per_node, (place.node + 1) * spec.ranks_per_node)
         watch = _AttemptWatch(context, order, record, spec, own)
-        resize = Resize(context, order, record)
         idle = IdleTorchrun(context, record, own, spec.world_size)
 
         def turn() -> None:
@@ -391,7 +391,7 @@ class _AttemptWatch:
 def mark_lost(context: AgentContext, order: Order) -> list[int]:
     """Return the nodes of an order that are silent, and let all know that it is broken. *The leader only*."""
     # Spares too: one that died long ago must not be chosen.
-    silent = context.group.silent(range(context.group.num_nodes))
+    silent = context.group.silent(range(max(context.group.num_nodes, *(node + 1 for node in order.nodes))))
     if gone := context.group.gone(silent):
         context.scheduler.let_go([member.host for member in gone])
     lost = [node for node in order.nodes if node in silent]

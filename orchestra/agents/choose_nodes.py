@@ -392,6 +392,8 @@ def order_facts(members: Mapping[int, GroupMember], nodes: Sequence[int], config
     """Return what the event says of the order of nodes: the hosts by rank, those of each leaf, and the
     interfaces on which they meet.
     """
+    # One may have left since.
+    nodes = [node for node in nodes if node in members]
     paths, hosts = switch_paths(members), {node: members[node].host for node in nodes}
     leaves: dict[str, list[str]] = {}
     for node in nodes:

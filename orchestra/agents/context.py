@@ -111,8 +111,10 @@ class Scheduler:
         missing. Returns at once.
         """
 
-    def withdraw(self) -> None:
-        """Take back what was asked for and has not come. Raises LauncherError."""
+    def withdraw(self, *, for_good: bool) -> None:
+        """Take back what was asked for and has not come; `for_good`: the run asks for no more. Raises
+        LauncherError and OSError.
+        """
 
     def release(self, lost: Sequence[int], /) -> None:
         """Give back what nobody else does, when all is over. `lost`: nodes that are gone."""

@@ -95,6 +95,9 @@ class Leader:
                 raise LaunchError(words)
             self._order_end(0, EXIT_FAILED, outcome)
             return
+        # What still waits to help a job before this one.
+        with contextlib.suppress(LauncherError, OSError):
+            context.scheduler.withdraw(for_good=False)
         self._start(0, nodes, members, wait_s=0.0)
 
     def _start(
@@ -273,6 +276,10 @@ class Leader:
         if nodes is None:
             self._requeue(number, decision, verdict, record, lost)
             return
+        if now >= context.config.cluster.nodes:
+            # Those who come later would only stand by.
+            with contextlib.suppress(LauncherError, OSError):
+                context.scheduler.withdraw(for_good=False)
         self._start(
             number, nodes, members, 0.0, after=record.number, **self._memory(order, nodes, set(members))
         )
@@ -357,8 +364,8 @@ class Leader:
 
     def _order_end(self, number: int, code: int, outcome: str, lost: Sequence[int] = ()) -> None:
         self._context.say(outcome)
-        with contextlib.suppress(LauncherError):
-            self._context.scheduler.withdraw()
+        with contextlib.suppress(LauncherError, OSError):
+            self._context.scheduler.withdraw(for_good=True)
         self._publish(Order(number, END, facts={"code": code, "said": outcome, "lost": list(lost)}))
 
 

@@ -433,8 +433,8 @@ class SlurmJob(Scheduler):
     def ask_for_nodes(self, wanted: WantedNodes) -> None:
         self._more_nodes.ask(wanted)
 
-    def withdraw(self) -> None:
-        self._more_nodes.withdraw()
+    def withdraw(self, *, for_good: bool) -> None:
+        self._more_nodes.withdraw(for_good=for_good)
 
     def release(self, lost: Sequence[int]) -> None:
         """End this start of the job where a node of it is gone. Raises LauncherError after a minute.

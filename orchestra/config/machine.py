@@ -204,7 +204,7 @@ def _with_steps(config: Config) -> Config:
     train = config.train
     # A rule tells what a batch may be.
     batches = [tokens_per_step(config) or 0, *(stage.global_batch_tokens for stage in train.batch_ramp)]
-    if train.tokens is None or min(batches) < max(1, train.seq_len):
+    if train.tokens is None or train.seq_len < 1 or min(batches) < train.seq_len:
         return config
     steps = batch_ramp(train).steps_through(-(-train.tokens // train.seq_len))
     return replace(config, train=replace(train, steps=max(1, steps)))

@@ -17,16 +17,22 @@ non-linearity. It sees the operators inside of the hand-written functions too.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from conf.schema import Config, Offload, PrecisionName, Recompute, Scaling
-from orchestra.errors import TrainingError
+from orchestra.errors import ConfigError, TrainingError
 from orchestra.model.layers import Attention, GeluMLP, Linear, SwiGLU
 from orchestra.model.logits import CompiledPasses
 from orchestra.model.mixture.balance import uncounted
@@ -63,6 +69,8 @@ _PRODUCTS = frozenset(
 _traced = torch.ops._c10d_functional
 _SUMS = frozenset((SUM_IN_PLACE, SUM_SCATTERED))
 _TRACED_SUMS = frozenset((_traced.all_reduce.default, _traced.reduce_scatter_tensor.default))
+# Whether torch tells a policy what an operator made; 2.13 does, older ones may not.
+TELLS_OUTPUTS = "op_output" in inspect.signature(SelectiveCheckpointContext.__init__).parameters
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
@@ -115,6 +123,7 @@ def recomputed(block: nn.Module, kind: Recompute, *, is_one_graph: bool = False)
     # A compiler never repeats what changes a counter.
     is_counted = not is_one_graph and any(isinstance(module, Mixture) for module in block.modules())
     if kind is Recompute.selective:
+        _refuse_unknown_sums(block)
         options["context_fn"] = functools.partial(_contexts, _num_products(block), is_counted=is_counted)
     elif is_counted:
         options["context_fn"] = _counted_once
@@ -148,21 +157,22 @@ def _contexts(num_products: int, *, is_counted: bool) -> Contexts:
     The last product is the block's output, which the next block keeps as its input. A sum is taken in the
     memory of its product: whoever repeated one of the two alone would sum twice, or sum nothing.
     """
-    left, was_kept = num_products - 1, False
+    # An older torch asks once more in the repetition, and wants the same answers.
+    left, was_kept = dict.fromkeys((False, True), num_products - 1), {False: False, True: False}
     memory: set[int] = set()
 
     def is_kept(context: Any, operator: Any, *arguments: Any) -> bool:
-        nonlocal left, was_kept
+        again = bool(context.is_recompute)
         if operator in _PRODUCTS:
-            was_kept = left > 0
-            left -= 1
-            if was_kept:
+            was_kept[again] = left[again] > 0
+            left[again] -= 1
+            if was_kept[again] and TELLS_OUTPUTS:
                 made = context.op_output
                 memory.update(map(_memory_of, made if isinstance(made, tuple) else (made,)))
-            return was_kept
-        if operator in _TRACED_SUMS:
+            return was_kept[again]
+        if operator in _TRACED_SUMS or (operator in _SUMS and not TELLS_OUTPUTS):
             # What is traced has no memory yet: a sum is of the product before it.
-            return was_kept
+            return was_kept[again]
         return operator in _SUMS and _memory_of(arguments[0]) in memory
 
     def policy(*arguments: Any, **_: Any) -> CheckpointPolicy:
@@ -175,6 +185,18 @@ def _contexts(num_products: int, *, is_counted: bool) -> Contexts:
         return first, second
     of_first, of_second = _counted_once()
     return _all_of(first, of_first), _all_of(second, of_second)
+
+
+def _refuse_unknown_sums(block: nn.Module) -> None:
+    """Raise ConfigError for a mixture that is cut by tensor parallelism where torch does not tell a product's
+    output: its own sum over ranks does not follow its product at once.
+    """
+    is_cut = any(isinstance(module, ColumnsProduct) for module in block.modules())
+    if not TELLS_OUTPUTS and is_cut and any(isinstance(module, Mixture) for module in block.modules()):
+        raise ConfigError(
+            f"train.recompute=selective of mixtures with parallelism.tp needs a newer torch than "
+            f"{torch.__version__} (2.13 is known to do); use train.recompute=full or none"
+        )
 
 
 def _memory_of(tensor: torch.Tensor) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from orchestra.recovery.history import read
+from orchestra.recovery.history import read, stored_step
 from orchestra.run.control import stop_requests
 from orchestra.run.files import Record
 
@@ -32,8 +32,16 @@ def time_slices(events: Iterable[Record]) -> list[TimeSlice]:
     saved = 0
     for attempt in read(events):
         begin = saved
-        saved = max([saved, *attempt.committed_steps])
-        ends = [event for event in attempt.decisions if event.get("reason") in _ENDS]
+        for event in attempt.events:
+            # A restore may go back.
+            saved = stored_step(event, saved)
+            begin = saved if event["event"] == "restored" else begin
+        # What is written under an attempt's number of a later start that was called off is not its own.
+        ends = [
+            event
+            for event in attempt.decisions
+            if event.get("reason") in _ENDS and not event.get("before_start")
+        ]
         if not ends:
             continue
         began, trained = float(attempt.start["time"]), attempt.training_started

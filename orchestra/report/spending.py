@@ -78,11 +78,22 @@ def read_spending(run: RunDir, events: Sequence[Record], state: RunPhase, now: f
         config = read_config(run.config)
     except ConfigError:
         config = None
-    return spending(events, rows, tokens[0] if tokens else None, config, None if state.is_over else now)
+    return spending(events, rows, tokens[0] if tokens else None, config, held_until(state, now))
+
+
+def held_until(state: RunPhase, now: float) -> float | None:
+    """Return until when the newest attempt of a run in `state` held its GPUs; None: not beyond its last word.
+
+    One that left no verdict and was followed by a wait in the queue holds nothing meanwhile.
+    """
+    return now if state is RunPhase.running else None
 
 
 def _joules(events: Iterable[Record], rows: Iterable[Record]) -> tuple[float | None, str | None]:
+    rows = list(rows)
     known = [row["energy_j"] for row in rows if is_number(row.get("energy_j"))]
+    if known and any("energy_j" not in row for row in rows):
+        return None, "steps of an older version did not measure it"
     causes = [str(event.get("cause")) for event in events if event["event"] == "energy_unmeasured"]
     if known and not causes:
         return sum(known), None

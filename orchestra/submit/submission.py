@@ -204,11 +204,18 @@ def _planned_sweep(
     for index, member in enumerate(submission.members if checks_memory else ()):
         # Where the configuration or Slurm names the device.
         config, on_one = site.with_gpu_type(member.config), members_on_one(member.config, member.share)
-        if problem := memory_problem(config, Situation("submit")) or crowd_problem(config, on_one):
+        problem = memory_problem(config, Situation("submit")) or crowd_problem(config, on_one)
+        if problem := problem or memory_problem(_at_first(config), Situation("submit")):
             problems.add(index, [problem])
     if sentences := problems.sentences():
         raise ConfigError(sentences)
     return submission
+
+
+def _at_first(config: Config) -> Config:
+    """Return the configuration on the fewest nodes that a job may begin with."""
+    fewest = config.cluster.nodes if config.cluster.min_nodes is None else config.cluster.min_nodes
+    return replace(config, cluster=replace(config.cluster, nodes=fewest))
 
 
 def _packed(config: Config, site: Site) -> Config:

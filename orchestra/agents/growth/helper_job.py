@@ -15,6 +15,7 @@ from typing import Any
 
 from conf.schema import Config
 from launchers import LauncherError
+from launchers.host_network import interface_of
 from launchers.slurm.this_job import JobTask
 from orchestra.agents.context import Scheduler
 from orchestra.run.control import stop_requests
@@ -72,6 +73,9 @@ class HelperJob(Scheduler):
     def own_address(self) -> str:
         # The others' nodes are not its own job's.
         return own_address(self._config.cluster.network, dataclasses.replace(self._task, num_nodes=2))
+
+    def place(self) -> dict[str, Any]:
+        return {"switches": list(self._task.switches), "interface": interface_of(self.own_address())}
 
     def stop_reason(self, _signal: str) -> str:
         """Return what a warning to this job asks for: that the run goes on without its nodes."""

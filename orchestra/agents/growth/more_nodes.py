@@ -7,12 +7,12 @@ agent goes on where this one dies. Such a job carries a token like any other, an
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from conf.schema import Config
 from launchers import LauncherError, SlurmRefused
@@ -31,9 +31,13 @@ from orchestra.submit.hosts_to_avoid import hosts_without
 from orchestra.submit.job import batch_job, new_token
 from orchestra.submit.site import ask
 
-ASKED = "nodes_asked"
-# How often Slurm is asked what became of a job that waits.
+# The events before and after such a job is submitted.
+WANTED, ASKED = "nodes_wanted", "nodes_asked"
+# How often Slurm is asked what became of a job that waits; twice as long after each job that was in vain.
 _EVERY_S = 30.0
+_MOST_ASKED = 5
+# What the submission of one may take.
+_SUBMIT_S = 60.0
 # From the start of a job to its agents' first word: images are pulled, Python is loaded by many.
 _COMING_S = 300.0
 
@@ -48,69 +52,91 @@ class MoreNodes:
         self._task = task
         self._group = group
         self._thread: threading.Thread | None = None
-        self._looked_at = -_EVERY_S
-        self._last: tuple[int, int] | None = None
+        self._is_over = False
+        # The attempt that was asked for last, when it may be asked for again, and how often that was in vain.
+        self._attempt = -1
+        self._due = 0.0
+        self._num_asked = 0
+        # When a job was first seen to run.
+        self._began: dict[str, float] = {}
 
     def ask(self, wanted: WantedNodes) -> None:
         """See to it, on a thread of its own, that a job waits for them."""
         now = time.monotonic()
-        is_new = (wanted.attempt, wanted.most) != self._last
-        is_due = is_new or now - self._looked_at >= _EVERY_S
-        if not is_due or (self._thread is not None and self._thread.is_alive()):
+        if wanted.attempt != self._attempt:
+            self._attempt, self._due, self._num_asked = wanted.attempt, now, 0
+        is_busy = self._thread is not None and self._thread.is_alive()
+        if now < self._due or is_busy or self._is_over or self._num_asked > _MOST_ASKED:
             return
-        self._looked_at, self._last = now, (wanted.attempt, wanted.most)
+        self._due = now + _EVERY_S
         self._thread = threading.Thread(target=self._ask, args=(wanted,), name="asks-for-nodes", daemon=True)
         self._thread.start()
 
-    def withdraw(self) -> None:
-        """Take the jobs back that still wait. Raises LauncherError."""
-        if jobs := [str(asked["job"]) for asked in self._asked()]:
+    def withdraw(self, *, for_good: bool) -> None:
+        """Take all jobs back that still wait to help this run, of its earlier jobs too. `for_good`: none is
+        asked for after that. Raises LauncherError.
+        """
+        self._is_over = self._is_over or for_good
+        if self._thread is not None and for_good:
+            self._thread.join(_SUBMIT_S)
+        if jobs := [str(event["job"]) for event in read_events(self._run) if event["event"] == ASKED]:
             sbatch.cancel(jobs)
 
     def _ask(self, wanted: WantedNodes) -> None:
         try:
-            if not any(self._is_coming(asked) for asked in self._asked()):
-                self._submit(wanted)
+            asked = [event for event in read_events(self._run) if self._is_of_here(event)]
+            newest = next((event for event in reversed(asked) if event["event"] == ASKED), None)
+            if newest is not None and self._is_coming(newest):
+                return
+            self._submit(wanted, asked)
         except (LauncherError, OrchestraError, OSError) as error:
             _say(f"no more nodes are asked for: {error}")
+        # A job that ends before its agents come, or is refused, is not asked for over and over.
+        self._num_asked += 1
+        self._due = time.monotonic() + _EVERY_S * 2**self._num_asked
+        if self._num_asked > _MOST_ASKED:
+            _say(f"attempt {wanted.attempt} asks for no more nodes: {_MOST_ASKED} jobs were in vain")
+
+    def _is_of_here(self, event: Record) -> bool:
+        """Tell whether an event says what was asked for on behalf of this start of the job."""
+        numbers = (event.get("first_node"), event.get("most"))
+        is_meant = event["event"] in (WANTED, ASKED) and event.get("crew") == self._group
+        return is_meant and all(map(is_whole, numbers))
 
     def _is_coming(self, asked: Record) -> bool:
         """Tell whether a job waits for its nodes, or has them since a moment ago."""
+        job = str(asked["job"])
         try:
-            state = this_job.own_job(str(asked["job"])).state
+            state = this_job.own_job(job).state
         except SlurmRefused:
             return False
-        if state in RUNNING:
-            first, most = asked["first_node"], asked["most"]
-            came = any(self._member(node).exists() for node in range(first, first + most))
-            return not came and time.time() - float(asked["time"]) < _COMING_S
-        return state in WAITING
+        if state not in RUNNING:
+            return state in WAITING
+        began = self._began.setdefault(job, time.monotonic())
+        nodes = range(asked["first_node"], asked["first_node"] + asked["most"])
+        folder = self._run.control / self._group
+        came = any((folder / f"member-{node:03d}.json").exists() for node in nodes)
+        return not came and time.monotonic() - began < _COMING_S
 
-    def _member(self, node: int) -> Path:
-        return self._run.control / self._group / f"member-{node:03d}.json"
-
-    def _asked(self) -> Iterator[Record]:
-        """Yield what was asked for on behalf of this start of the job."""
-        for event in read_events(self._run):
-            is_whole_record = all(is_whole(event.get(key)) for key in ("first_node", "most"))
-            if event["event"] == ASKED and event.get("crew") == self._group and is_whole_record:
-                yield event
-
-    def _submit(self, wanted: WantedNodes) -> None:
-        first = max(
-            (int(asked["first_node"]) + int(asked["most"]) for asked in self._asked()),
-            default=self._task.num_nodes,
-        )
+    def _submit(self, wanted: WantedNodes, asked: Sequence[Record]) -> None:
+        ends = [int(event["first_node"]) + int(event["most"]) for event in asked]
+        first = max([self._task.num_nodes, *ends])
         token = new_token()
         script = self._run.control / f"more-nodes-{first:03d}.sbatch"
-        text = rendered(self._job(token, HelpedGroup(self._group, first), wanted))
-        write_atomically(script, text)
-        later = (f"--begin=now+{int(wanted.delay_s)}",) if wanted.delay_s >= 1 else ()
-        job = sbatch.submit(script, token, later)
-        facts = {"job": job, "fewest": wanted.fewest, "most": wanted.most, "first_node": first}
+        self._run.job_logs.mkdir(parents=True, exist_ok=True)
+        write_atomically(script, rendered(self._job(token, HelpedGroup(self._group, first), wanted)))
+        facts = {"fewest": wanted.fewest, "most": wanted.most, "first_node": first, "token": token}
         writer = EventWriter(self._run, f"crew.{self._group}.more-nodes", wanted.attempt)
         with contextlib.closing(writer):
-            writer.write(ASKED, crew=self._group, token=token, **facts)
+            # Before it is submitted: no two jobs may take the same numbers, whatever is lost after that.
+            writer.write(WANTED, crew=self._group, **facts)
+            later = (f"--begin=now+{int(wanted.delay_s)}",) if wanted.delay_s >= 1 else ()
+            job = sbatch.submit(script, token, later)
+            try:
+                writer.write(ASKED, crew=self._group, job=job, **facts)
+            except OSError:
+                sbatch.cancel([job], only_waiting=False)
+                raise
         _say(f"job {job} waits for {wanted.number} more node(s)")
 
     def _job(self, token: str, helped: HelpedGroup, wanted: WantedNodes) -> BatchJob:
@@ -123,6 +149,11 @@ class MoreNodes:
         # Where nodes are shared Slurm might give it one that the run has.
         without = dict.fromkeys([*listed, *sorted(bad), *wanted.without])
         job = batch_job(config, self._run, token, replace(share, without=tuple(without)))
+        # The code that trains: a run that was resumed, and a member of a sweep, have it elsewhere.
+        path = os.environ.get("PYTHONPATH") or job.exports["PYTHONPATH"]
+        # It is too few nodes for whole segments.
+        options = {name: value for name, value in job.options.items() if name != "segment"}
+        prefix = (f"PYTHONPATH={path}" if word.startswith("PYTHONPATH=") else word for word in job.prefix)
         return replace(
             job,
             name=f"{job.name}+",
@@ -131,7 +162,9 @@ class MoreNodes:
             beside_step=(),
             after_failure=(),
             setup_failed=(),
-            exports={**job.exports, HELPS_VARIABLE: str(helped)},
+            prefix=tuple(prefix),
+            options=options,
+            exports={**job.exports, "PYTHONPATH": path, HELPS_VARIABLE: str(helped)},
         )
 
 

@@ -8,13 +8,14 @@ does (`orchestra.agents.leader`).
 from __future__ import annotations
 
 import contextlib
+import math
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from launchers import LauncherError
 from launchers.node_group import GroupMember, Order
 from orchestra.agents.attempt_record import AttemptRecord
-from orchestra.agents.choose_nodes import LEAVES, excluded_hosts, gives_layout, resized
+from orchestra.agents.choose_nodes import LEAVES, excluded_hosts, gives_layout, is_fit, resized
 from orchestra.agents.context import AgentContext
 from orchestra.agents.growth.wanted_nodes import WantedNodes
 from orchestra.run.control import stop_requests
@@ -34,17 +35,21 @@ class Resize:
         self._record = record
         self._looked_at = time.monotonic()
         self._has_asked = self._has_told = False
-        self._listed = context.scheduler.excluded() if self._may_grow else {}
+        self._listed: Mapping[str, str] = {}
+        self._excluded: Collection[str] = ()
         # Unix seconds at which the run may be resized again.
-        self._due = _last_change(read_events(context.run)) + (context.config.recovery.resize_every_s or 0.0)
-
-    @property
-    def _may_grow(self) -> bool:
-        config = self._context.config
-        is_small = len(self._order.nodes) < config.cluster.nodes
-        return (
-            is_small and config.recovery.resize_every_s is not None and not self._context.scheduler.is_helper
-        )
+        self._due = math.inf
+        config = context.config
+        is_small = len(order.nodes) < config.cluster.nodes
+        # A job's own nodes have lower numbers than those that help it.
+        is_first = context.node == min(order.nodes) and not context.scheduler.is_helper
+        self._may_grow = is_small and is_first and config.recovery.resize_every_s is not None
+        if self._may_grow:
+            with contextlib.suppress(OSError):
+                events = read_events(context.run)
+                self._listed = context.scheduler.excluded()
+                self._excluded = excluded_hosts(events, context.scheduler.facts())
+                self._due = _last_change(events) + (config.recovery.resize_every_s or 0.0)
 
     def look(self) -> None:
         """Do what is due. Called about ten times a second."""
@@ -55,43 +60,41 @@ class Resize:
             with contextlib.suppress(LauncherError, OSError):
                 context.group.tell({LEAVES: True})
         now = time.monotonic()
-        if self._has_asked or now - self._looked_at < _LOOK_S or context.node != self._order.nodes[0]:
-            return
-        self._looked_at = now
-        if self._may_grow:
-            self._grow()
+        if self._may_grow and not self._has_asked and now - self._looked_at >= _LOOK_S:
+            self._looked_at = now
+            # A file system that fails now may answer the next time.
+            with contextlib.suppress(OSError):
+                self._grow()
 
     def _grow(self) -> None:
         context, order = self._context, self._order
-        alive = living(context, order)
-        there, wanted = len(order.nodes), context.config.cluster.nodes
-        coming = [node for node in alive if node not in order.nodes]
-        fewest = next(
-            (count for count in range(1, wanted - there + 1) if gives_layout(context.config, there + count)),
-            None,
-        )
+        alive, config = living(context, order), context.config
+        there, wanted = len(order.nodes), config.cluster.nodes
+        num_coming = sum(node not in order.nodes and self._is_of_use(alive[node]) for node in alive)
+        counts = range(1, wanted - there + 1)
+        fewest = next((count for count in counts if gives_layout(config, there + count)), None)
         if fewest is None:
             return
-        if len(coming) < wanted - there:
-            missing, delay_s = wanted - there - len(coming), max(0.0, self._due - time.time())
+        if (missing := wanted - there - num_coming) > 0:
             hosts = tuple(member.host for member in alive.values())
+            delay_s = max(0.0, self._due - time.time()) if self._due < math.inf else 0.0
             number = self._record.number
             context.scheduler.ask_for_nodes(
                 WantedNodes(number, min(fewest, missing), missing, delay_s, hosts)
             )
-        if len(coming) < fewest or time.time() < self._due:
+        if num_coming < fewest or time.time() < self._due:
             return
-        excluded = excluded_hosts(read_events(context.run), context.scheduler.facts())
-        nodes = resized(order, alive, context.config, self._listed, excluded)
+        nodes = resized(order, alive, config, self._listed, self._excluded)
         # An attempt that has not begun to train has nothing to go on from.
         if nodes is None or len(nodes) <= there or self._record.seen().training_started is None:
             return
-        with contextlib.suppress(OSError):
-            stop_requests.write_request(context.run, self._record.number, stop_requests.RESIZE)
-            self._has_asked = True
-            context.say(
-                f"{len(nodes) - there} more node(s) have come: the ranks save, and {len(nodes)} go on"
-            )
+        stop_requests.write_request(context.run, self._record.number, stop_requests.RESIZE)
+        self._has_asked = True
+        context.say(f"{len(nodes) - there} more node(s) have come: the ranks save, and {len(nodes)} go on")
+
+    def _is_of_use(self, member: GroupMember) -> bool:
+        is_there = is_fit(member) and not member.facts.get(LEAVES)
+        return is_there and member.host not in self._excluded
 
 
 def living(context: AgentContext, order: Order) -> dict[int, GroupMember]:

@@ -89,7 +89,7 @@ def without_links(members: Mapping[int, GroupMember], number: int, num_nodes: in
     """
     links: dict[int, list[bool]] = defaultdict(list)
     for node, member in members.items():
-        ring, following = member.facts.get("ring"), (node + 1) % num_nodes
+        ring, following = member.facts.get("ring"), _following(node, member, num_nodes)
         # A neighbour that is gone does not answer: that says nothing about the node that asked.
         if isinstance(ring, dict) and ring.get("order") == number and following in members:
             for end in (node, following):
@@ -97,6 +97,13 @@ def without_links(members: Mapping[int, GroupMember], number: int, num_nodes: in
     if not any(any(carried) for carried in links.values()):
         return []
     return sorted(node for node, carried in links.items() if len(carried) == 2 and not any(carried))
+
+
+def _following(node: int, member: GroupMember, num_nodes: int) -> int:
+    """Return the node to which a node measured the way, or would: where others came later there are gaps."""
+    ring = member.facts.get("ring")
+    to = ring.get("to") if isinstance(ring, dict) else None
+    return to if isinstance(to, int) else (node + 1) % num_nodes
 
 
 def _hung(context: AgentContext, order: Order) -> bool:
@@ -109,7 +116,7 @@ def _hung(context: AgentContext, order: Order) -> bool:
 def _unanswered(context: AgentContext, order: Order, members: Mapping[int, GroupMember]) -> bool:
     """Tell whether a living node has yet to publish whether it reaches the next one, which lives too."""
     ends = {node for node, member in members.items() if "ring_port" in member.facts}
-    asked = [node for node in ends if (node + 1) % context.group.num_nodes in ends]
+    asked = [node for node in ends if _following(node, members[node], context.group.num_nodes) in ends]
     return any((members[node].facts.get("ring") or {}).get("order") != order.number for node in asked)
 
 

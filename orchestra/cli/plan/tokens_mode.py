@@ -107,7 +107,9 @@ def _assumed(overrides: Sequence[str], tokens: str) -> list[str]:
     context = _context(model)
     if not _given(overrides, "train", "train.seq_len"):
         ours.append(f"train.seq_len={context}")
-    if not _given(overrides, "train", "train.global_batch_size", "train.global_batch_tokens"):
+    if not _given(
+        overrides, "train", "train.global_batch_size", "train.global_batch_tokens", "train.batch_ramp"
+    ):
         usual = _SMALL_BATCH_TOKENS if num_parameters(model) < _LARGE_MODEL else _LARGE_BATCH_TOKENS
         seq_len = configuration([*overrides, *ours]).train.seq_len
         ours.append(f"train.global_batch_tokens={max(1, usual // seq_len) * seq_len}")

@@ -376,7 +376,12 @@ def rule_switches(config: Config, _: Situation) -> Iterator[str]:
     except ValueError:
         yield f"cluster.max_switches_wait={wait} is no time; use minutes, H:MM:SS, D-HH:MM:SS or e.g. 2h"
     segment, total = cluster.segment, cluster.nodes + cluster.spare_nodes
-    if segment is not None and segment > 0 and total % segment:
+    if segment is not None and cluster.min_nodes not in (None, cluster.nodes):
+        yield (
+            f"cluster.segment={segment} wants a number of nodes, not {cluster.min_nodes} to {cluster.nodes} "
+            f"(cluster.min_nodes); leave one of them out"
+        )
+    elif segment is not None and segment > 0 and total % segment:
         fitting = listed([size for size in divisors(total) if size > 1] or [1]) if total > 0 else 1
         yield (
             f"cluster.segment={segment} does not divide the job's {total} nodes (cluster.nodes + "

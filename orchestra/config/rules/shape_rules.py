@@ -12,6 +12,7 @@ from conf.schema import (
     Device,
     DType,
     Family,
+    MoeAuxScope,
     Offload,
     PrecisionName,
     RampRate,
@@ -365,8 +366,13 @@ def rule_noise_scale(config: Config, _: Situation) -> Iterator[str]:
     """A small batch is a rank's first micro-batch: whole sequences, all of whose gradients are there."""
     train, parallelism = config.train, config.parallelism
     every = train.noise_scale_every
-    if every is None:
+    if every is None or train.seq_len < 1:
         return
+    if config.model.num_experts and config.model.moe_aux_scope is MoeAuxScope.batch:
+        yield (
+            f"train.noise_scale_every={every} with model.moe_aux_scope=batch: each rank's gradients have all "
+            "ranks' choices in them; use moe_aux_scope=sequence, or train.noise_scale_every=null"
+        )
     for axis in ("cp", "ep"):
         degree = getattr(parallelism, axis)
         if degree > 1:

@@ -25,7 +25,7 @@ from orchestra.report.page.own_times import heat_map, slow_ones
 from orchestra.report.page.traces import trace_rows
 from orchestra.report.page.verdict import Facts, verdict
 from orchestra.report.run_state import RunState, median_of, read_state
-from orchestra.report.spending import spending
+from orchestra.report.spending import held_until, spending
 from orchestra.run.config_file import read_config
 from orchestra.run.events import is_number, is_whole, read_events
 from orchestra.run.files import Record, read_json_lines
@@ -227,6 +227,6 @@ def _profile(run: RunDir) -> Record | None:
 def _used(files: RunFiles, config: Config | None, now: float) -> Record:
     """Return what the run used so far: GPU-hours, energy and cost, or why they are not known."""
     tokens = [row["tokens"] for row in files.rows[-1:] if is_whole(row.get("tokens"))]
-    until = None if files.state.state.is_over else now
+    until = held_until(files.state.state, now)
     used = spending(files.events, files.all_rows, tokens[0] if tokens else None, config, until)
     return used.to_json()

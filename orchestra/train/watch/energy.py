@@ -28,6 +28,7 @@ from orchestra.run.files import Record
 
 _TOPIC = "energy"
 _EVERY_S = 2.0
+_WORDS_PER_S = 256
 # The columns of a row, in their order.
 _NOTHING: Record = {"energy_j": None, "power_w": None}
 _INSTALL = "pip install 'orchestra-train[energy]'"
@@ -123,10 +124,11 @@ class EnergyWatch:
         peers: Peers,
         counter: Counter | UnmeasuredError | None,
         events: EventWriter | None,
-        every_s: float = _EVERY_S,
+        every_s: float | None = None,
     ) -> None:
         self._peers, self._counter, self._events = peers, counter, events
-        self._every_s = every_s
+        # Rank 0 reads a word of each rank.
+        self._every_s = max(_EVERY_S, peers.world_size / _WORDS_PER_S) if every_s is None else every_s
         self._joules, self._before_mj = 0.0, 0
         self._told = self._newest = Total(time.monotonic(), 0.0, 0)
         self._is_told = False
@@ -134,7 +136,11 @@ class EnergyWatch:
         if isinstance(counter, UnmeasuredError):
             self._unmeasured(str(counter))
         elif counter is not None:
-            self._before_mj = counter.millijoules()
+            try:
+                self._before_mj = counter.millijoules()
+            except UnmeasuredError as error:
+                self._counter = error
+                self._unmeasured(str(error))
         self._thread = threading.Thread(target=self._follow, name="energy", daemon=True)
         self._thread.start()
 

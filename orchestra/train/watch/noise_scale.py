@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import deque
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,9 @@ from orchestra.run.metrics_file import NOISE_GRADIENT, NOISE_VARIANCE
 from orchestra.sizes.step_shares import Part
 from orchestra.sizes.topology import StepBatches
 from orchestra.train.hooks import StepHook, TrainedStep
+
+# Steps between two rows.
+_MOST_MEASURED = 1024
 
 
 class NoiseScale(StepHook):
@@ -47,7 +51,8 @@ class NoiseScale(StepHook):
         self._squares = torch.zeros((), dtype=torch.float64, device=mesh.device)
         self._partial: dict[str, Tensor] = {}
         # |G|² and tr(Σ) of each measured step since the last row, on the device.
-        self._measured: list[Tensor] = []
+        # Ranks but the one that writes rows never ask for them.
+        self._measured: deque[Tensor] = deque(maxlen=_MOST_MEASURED)
 
     def before_forward(self, step: int, tokens_ABS: Tensor, share: float | Tensor) -> None:  # noqa: ARG002
         """Look at the gradients of a step that is due: from here, as the loss gives its own at once."""
@@ -101,7 +106,7 @@ class NoiseScale(StepHook):
         """Return the means since the last call by their columns, of sound steps. *Rank 0*; waits for the
         device.
         """
-        found = torch.stack(self._measured).tolist() if self._measured else []
+        found = torch.stack([*self._measured]).tolist() if self._measured else []
         measured = [pair for pair in found if math.isfinite(pair[0])]
         self._measured.clear()
         if not measured:

@@ -72,7 +72,7 @@ _TOLD_CHARACTERS = 500
 # What `orchestra watch --wandb` writes, in files that begin so.
 _ALERT_WRITERS, _ALERTS, _ALERTS_S = "watch.", ("alert_raised", "alert_ended"), 10.0
 # The own step time of each host, that of its slowest rank, with the newest rows; hosts beyond are left out.
-_OWN_TIMES, _OWN_TIMES_S, _MOST_HOSTS = "own_step_s/", 10.0, 64
+_OWN_TIMES, _OWN_TIMES_S, _MOST_HOSTS = "own_step_s/", 60.0, 64
 # Of wandb.finish_timeout_s, for making the report of a run that has finished.
 _REPORT_SHARE = 0.3
 # The mirror gives up by itself this long before the trainer would kill it, to say why in its log.
@@ -305,7 +305,11 @@ class _OwnTimes:
         except OSError:
             return {}
         for file in files:
-            for line in self._readers.setdefault(file, JsonLinesReader(file)).read_new()[-1:]:
+            try:
+                lines = self._readers.setdefault(file, JsonLinesReader(file)).read_new()
+            except OSError:
+                continue
+            for line in lines[-1:]:
                 seconds, host = line.get("own_s"), line.get("host")
                 if isinstance(seconds, list) and seconds and is_number(seconds[-1]) and isinstance(host, str):
                     slowest[host] = max(seconds[-1], slowest.get(host, 0.0))

@@ -23,6 +23,7 @@ from orchestra.agents.choose_nodes import (
     next_nodes,
     order_facts,
     preferred,
+    resized,
     shrunk,
     slow,
     words_of,
@@ -220,6 +221,25 @@ def test_a_host_that_was_left_out_does_not_come_back_as_a_spare() -> None:
 
 
 # Where nodes are in the network.
+
+
+def test_whoever_stays_keeps_its_place_and_only_checked_nodes_are_added() -> None:
+    config = Config(
+        cluster=ClusterConfig(nodes=4, gpus_per_node=1, device=Device.cpu),
+        recovery=RecoveryConfig(min_nodes=1),
+    )
+    order = Order(3, "start", (2, 0))
+    sound, unchecked = {"looks": True, "checked": {}}, {"looks": True}
+    there = members(sound, {"unfit": "its disk is full"}, sound, unchecked, sound)
+    assert resized(order, there, config, {}) == (2, 0, 4)
+    assert resized(order, there, config, {}, excluded=["node5"]) == (2, 0)
+    leaves = there | members({**sound, "leaves": True})
+    assert resized(order, leaves, config, {}) == (2, 4)
+    # No more than are wanted, and none where too few are left.
+    many = there | {node: dataclasses.replace(there[4], node=node) for node in (5, 6)}
+    assert resized(order, many, config, {}) == (2, 0, 4, 5)
+    pairs = dataclasses.replace(config, recovery=RecoveryConfig(min_nodes=2))
+    assert resized(order, members({"leaves": True}, sound), pairs, {}) is None
 
 
 def under(*leaves: str) -> dict[int, GroupMember]:
