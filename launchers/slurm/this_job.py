@@ -8,6 +8,7 @@ In an array always by the array's id and the task: the number of its last task i
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 from collections.abc import Collection, Mapping
@@ -103,8 +104,19 @@ def take_out(job: str, own: OwnJob, hosts: Collection[str]) -> tuple[str, ...]:
     return ()
 
 
-def requeue(job: str) -> None:
-    """Have Slurm end a job and queue it again; this very step may be killed before it returns.
+def tasks_of_array(job: str) -> dict[str, str]:
+    """Return the tasks of a job's array that wait or run, the job's own among them, by id (12_3), and their
+    states. Raises LauncherError.
+    """
+    array = job.partition("_")[0]
+    words = ("squeue", "--noheader", "--array", f"--jobs={array}", "--format=%i|%T")
+    lines = output_of(words, timeout_s=QUERY_TIMEOUT_S).splitlines()
+    return {label: state for label, _, state in (line.strip().partition("|") for line in lines)}
+
+
+def requeue(job: str, exclude: Collection[str] = ()) -> None:
+    """Have Slurm end a job and queue it again, then without the hosts `exclude` if that can still be said;
+    this very step may be killed before it returns.
 
     *Main thread only*: scontrol is started deaf to SIGTERM, which Slurm then sends to all processes of the
     step. Raises SlurmRefused where the job may not be requeued, SlurmSilent where that stays unknown.
@@ -112,6 +124,10 @@ def requeue(job: str) -> None:
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         output_of(("scontrol", "requeue", job), timeout_s=_REQUEUE_TIMEOUT_S)
+        if exclude:
+            # Of a job that runs Slurm takes no such change.
+            with contextlib.suppress(LauncherError):
+                output_of(("scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(exclude)}"))
     finally:
         signal.signal(signal.SIGTERM, before)
 

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,17 +153,21 @@ def write_started(record: AttemptRecord, config: Config, spec: LaunchSpec, **con
         raise LaunchError(f"{record.run.events}: cannot be written: {error.strerror}") from error
 
 
-def write_start_failed(run: RunDir, crew: str, job: str | None, code: int, cause: str) -> None:
+def write_start_failed(
+    run: RunDir, crew: str, job: str | None, code: int, cause: str, unfit: Sequence[str] = ()
+) -> None:
     """Write down that a start of a job ended before its attempt began: nothing else would tell why.
 
-    `crew` names the start; without a `job` the command itself says it. Raises OSError.
+    `crew` names the start; without a `job` the command itself says it. `unfit`: hosts that are to blame.
+    Raises OSError.
     """
     if job is None:
         return
     # The attempt never was, and its number is free.
     events = EventWriter(run, f"crew.{crew}", upcoming_attempt(run) - 1, before_start=True)
     try:
-        events.write("start_failed", job=job, code=code, cause=cause)
+        facts = {"unfit": list(unfit)} if unfit else {}
+        events.write("start_failed", job=job, code=code, cause=cause, **facts)
     finally:
         events.close()
 

@@ -91,7 +91,8 @@ class Leader:
             outcome = self._preflight.go_elsewhere(members)
             if outcome is None:
                 words = self._preflight.unfit_words(members) or self._wait.too_few(members)
-                start_failed(context, EXIT_FAILED, words)
+                unfit = [member.host for member in members.values() if not choose_nodes.is_fit(member)]
+                start_failed(context, EXIT_FAILED, words, unfit)
                 raise LaunchError(words)
             self._order_end(0, EXIT_FAILED, outcome)
             return

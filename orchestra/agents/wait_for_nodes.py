@@ -35,7 +35,7 @@ _MIN_NODES_WAIT_S = 60.0
 _MOST_TOO_LATE = 3
 # Jobs in a row that may end before their attempt because of nodes: what all nodes lack is no node's fault.
 MOST_MOVES = 3
-_RULE = "nodes_unfit"
+UNFIT = "nodes_unfit"
 
 
 class WaitForNodes:
@@ -125,14 +125,14 @@ class Preflight:
         context = self._context
         unfit = tuple(member.host for member in members.values() if not choose_nodes.is_fit(member))
         events = read_events(context.run)
-        if not unfit or not context.scheduler.can_requeue or moves(events, rule=_RULE) >= MOST_MOVES:
+        if not unfit or not context.scheduler.can_requeue or moves(events, rule=UNFIT) >= MOST_MOVES:
             return None
         # No attempt began: this follows the one before, which it says nothing of, and the number is free.
         attempt = upcoming_attempt(context.run) - 1
         writer = EventWriter(context.run, f"crew.{context.group.folder.name}", attempt, before_start=True)
         write_findings(writer, members, self.listed, taken=())
         words = self.unfit_words(members)
-        decision = Decision(Action.requeue, EXIT_FAILED, words, rule=_RULE, exclude=unfit)
+        decision = Decision(Action.requeue, EXIT_FAILED, words, rule=UNFIT, exclude=unfit)
         try:
             return context.scheduler.requeue(decision, attempt, writer)
         finally:
@@ -166,11 +166,12 @@ def moves(events: Iterable[Record], since: str = "attempt_started", **facts: Any
     return count
 
 
-def start_failed(context: AgentContext, code: int, cause: str) -> None:
-    """Write down why this start of the job ends before an attempt. *The leader only*. Raises OSError."""
-    write_start_failed(
-        context.run, context.group.folder.name, context.scheduler.facts().get("job"), code, cause
-    )
+def start_failed(context: AgentContext, code: int, cause: str, unfit: Sequence[str] = ()) -> None:
+    """Write down why this start of the job ends before an attempt, and which hosts are to blame. *The leader
+    only*. Raises OSError.
+    """
+    job = context.scheduler.facts().get("job")
+    write_start_failed(context.run, context.group.folder.name, job, code, cause, unfit)
 
 
 def called_off(context: AgentContext) -> tuple[int, str]:

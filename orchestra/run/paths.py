@@ -198,6 +198,10 @@ class SweepDir:
         """Who submits the sweep's array of this number: taken once, so that no two commands submit it."""
         return self.control / f"array-{array:03d}.claim"
 
+    def left(self, array: int, job: str, start: int) -> Path:
+        """That a start of a job of this array takes no more of the members that share its node."""
+        return self.control / f"array-{array:03d}.job-{job}.start-{start}.left"
+
     def member(self, index: int) -> RunDir:
         """Return the run directory of the member with this index, for members that the sweep made itself."""
         return RunDir(self.path / f"{index:03d}")

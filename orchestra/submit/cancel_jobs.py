@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from launchers import LauncherError
 from launchers.slurm import sbatch
-from launchers.slurm.queue import GONE, RUNNING, UNKNOWN
+from launchers.slurm.queue import GONE, RUNNING, UNKNOWN, find_by_token
 from orchestra.errors import OrchestraError
 from orchestra.recovery.history import last_attempt
 from orchestra.report.run_state import RunState, read_state
@@ -63,6 +63,8 @@ class Cancellation:
     token: str | None = None
     # Those that wait beside it, where the first one that starts is to train the run.
     other_jobs: tuple[str, ...] = ()
+    # By what those are known whose id was not recorded.
+    other_tokens: tuple[str, ...] = ()
     # Slurm could not be asked whether a job waits; and afterwards: it could not be taken out of the queue.
     is_unreached: bool = False
 
@@ -84,8 +86,10 @@ def _planned(run: RunDir, own: RunState, state: RunState, now: float, at_once: b
     plan = Cancellation(run, state.name, state.state, job=state.job, token=token)
     is_shared = own.submitted is not None and own.submitted.is_shared
     if own.submitted is not None and own.submitted.alternatives:
-        labels = (job.label for job in (own.submitted, *own.submitted.alternatives))
-        plan = replace(plan, other_jobs=tuple(label for label in labels if label not in (None, state.job)))
+        jobs = (own.submitted, *own.submitted.alternatives)
+        labels = [job.label for job in jobs if job.label not in (None, state.job)]
+        tokens = [job.token for job in jobs if job.label is None]
+        plan = replace(plan, other_jobs=tuple(map(str, labels)), other_tokens=tuple(tokens))
     last, claimed = last_attempt(read_events(run, ("attempt_started",))), claimed_attempt(run)
     following = max(-1 if number is None else number for number in (last, claimed)) + 1
     if state.state is RunPhase.queued:
@@ -118,7 +122,10 @@ def carry_out(plans: Sequence[Cancellation], *, at_once: bool = False) -> list[C
 
     Raises OrchestraError when a request cannot be written.
     """
-    plans = [_of_none(plan) if plan.way is Way.queue and plan.other_jobs else plan for plan in plans]
+    plans = [
+        _of_none(plan) if plan.way is Way.queue and (plan.other_jobs or plan.other_tokens) else plan
+        for plan in plans
+    ]
     of_slurm = [plan for plan in plans if plan.way in (Way.queue, Way.kill)]
     is_refused = False
     if of_slurm:
@@ -143,8 +150,14 @@ def carry_out(plans: Sequence[Cancellation], *, at_once: bool = False) -> list[C
 
 def _of_none(plan: Cancellation) -> Cancellation:
     """Let none of a run's jobs train it; where one was faster its attempt is asked instead."""
-    is_none = choose_alternative(plan.run, NONE, str(plan.job))
-    return plan if is_none else replace(plan, way=Way.request, other_jobs=(), state=RunPhase.starting)
+    if not choose_alternative(plan.run, NONE, str(plan.job)):
+        return replace(plan, way=Way.request, other_jobs=(), state=RunPhase.starting)
+    found: list[str] = []
+    for token in plan.other_tokens:
+        # One that is not found ends when it begins.
+        with contextlib.suppress(LauncherError):
+            found += filter(None, [find_by_token(token)])
+    return replace(plan, other_jobs=tuple(dict.fromkeys([*plan.other_jobs, *found])))
 
 
 def _off_the_list(plan: Cancellation) -> Cancellation:

@@ -7,7 +7,7 @@ another start of a job says so in its events, and waits in the array's list for 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from conf.schema import Config
@@ -22,6 +22,7 @@ from orchestra.recovery.policy import Decision
 from orchestra.run.control import stop_requests
 from orchestra.run.control.member_places import newest_place
 from orchestra.run.events import EventWriter
+from orchestra.run.files import Record
 from orchestra.run.paths import RunDir
 from orchestra.run.record import newest_job, read_record
 
@@ -36,7 +37,12 @@ class PlaceOfAgent:
     @property
     def words(self) -> tuple[str, str]:
         """What follows the run on the agent's command line."""
-        return "--place", f"{self.array}.{self.number}"
+        return "--place", self.name
+
+    @property
+    def name(self) -> str:
+        """What the events call it."""
+        return f"{self.array}.{self.number}"
 
 
 def place_of(words: Sequence[str]) -> PlaceOfAgent | None:
@@ -45,6 +51,17 @@ def place_of(words: Sequence[str]) -> PlaceOfAgent | None:
         return None
     array, _, number = words[2].partition(".")
     return PlaceOfAgent(int(array), int(number))
+
+
+def request_for_another(events: Iterable[Record], place: PlaceOfAgent) -> Record | None:
+    """Return the event by which the agent of this place asked for another one; None where it did not, or a
+    later agent of the place began an attempt after that.
+    """
+    events = list(events)
+    asked = [event for event in events if event["event"] == "requeued" and event.get("place") == place.name]
+    begun = [event["attempt"] for event in events if event["event"] == "attempt_started"]
+    # By their numbers: the clocks of nodes differ.
+    return asked[-1] if asked and asked[-1]["attempt"] >= max(begun, default=-1) else None
 
 
 class PackedJob(SlurmJob):
@@ -92,7 +109,8 @@ class PackedJob(SlurmJob):
 
     def _left(self, events: EventWriter, reason: str, **facts: object) -> str:
         with contextlib.suppress(OSError):
-            events.write("requeued", job=self._task.job, how="place", reason=reason, **facts)
+            words = {"how": "place", "place": self._place.name, "reason": reason}
+            events.write("requeued", job=self._task.job, **words, **facts)
         return f"it waits for another place in its sweep's jobs ({reason})"
 
     def _reasons(self, attempt: int) -> frozenset[str]:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
+from support.command_line import CommandLine
+from support.fake_slurm import ME, FakeSlurm, queue_line
 
+from conf.schema import Config
+from launchers.slurm.batch_script import NOT_THIS_JOB
+from orchestra.agents.alternatives import __main__ as alternatives
 from orchestra.config.compose import compose
 from orchestra.config.machine import Situation
-from orchestra.errors import ConfigError
+from orchestra.errors import EXIT_DONE, EXIT_FAILED, ConfigError
+from orchestra.run.config_file import write_config
 from orchestra.run.control.chosen_alternative import NONE, choose_alternative, chosen_alternative
 from orchestra.run.paths import RunDir
 from orchestra.run.record import newest_job, read_record
@@ -73,3 +80,57 @@ def test_the_first_that_starts_is_chosen_once_and_its_job_is_the_runs(tmp_path: 
     assert (newest_job(read_record(run)) or {})["token"] == "b"
     run.record.write_text(json.dumps({"jobs": [*entries, {"token": "later"}]}))
     assert (newest_job(read_record(run)) or {})["token"] == "later"
+
+
+def test_a_job_goes_by_the_choice_that_stands_and_fails_where_it_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDir(tmp_path)
+    for file in (run.config, run.config_of_alternative(0), run.config_of_alternative(1)):
+        write_config(file, Config())
+    # Job 8 waits beside it, and its submitter withdraws it.
+    entries = [{"token": "a", "alternative": 0, "id": None}, {"token": "b", "alternative": 1, "id": "7"}]
+    run.record.write_text(json.dumps({"jobs": entries}))
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(alternatives, "_READ_PAUSE_S", 0.0)
+    assert alternatives.main([str(run.path), "1"]) == EXIT_DONE
+    chosen = run.alternative.read_text()
+    assert alternatives.main([str(run.path), "0"]) == NOT_THIS_JOB
+    # Started again where nothing can be made in the folder.
+    monkeypatch.setattr(alternatives, "choose_alternative", refusing)
+    monkeypatch.setattr(alternatives, "write_atomically", refusing)
+    assert alternatives.main([str(run.path), "1"]) == EXIT_DONE
+    monkeypatch.undo()
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(alternatives, "_READ_PAUSE_S", 0.0)
+    run.alternative.write_text("")
+    for number in ("0", "1"):
+        assert alternatives.main([str(run.path), number]) == EXIT_FAILED
+        assert "is there and cannot be read" in capsys.readouterr().err
+    run.alternative.write_text(chosen)
+    assert alternatives.main([str(run.path), "1"]) == EXIT_DONE
+
+
+def refusing(*_: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_all_jobs_of_a_cancelled_run_are_withdrawn_those_too_whose_id_was_lost(
+    tmp_path: Path, orchestra: CommandLine, fake_slurm: FakeSlurm
+) -> None:
+    run = RunDir(tmp_path / "runs" / "mine")
+    run.control.mkdir(parents=True)
+    own = {"name": "mine", "user": ME, "submitted": time.time(), "attempt": 0}
+    entries = [
+        {**own, "token": "orchestra:a", "alternative": 0, "id": "7"},
+        {**own, "token": "orchestra:b", "alternative": 1, "id": None},
+    ]
+    run.record.write_text(json.dumps({"name": "mine", "pid": None, "jobs": entries}))
+    lines = [queue_line(job, "PENDING", "mine", token=f"orchestra:{each}") for job, each in ("7a", "8b")]
+    fake_slurm.says("squeue", prints="\n".join(lines))
+    fake_slurm.says("sacct")
+    fake_slurm.put("scancel", f"echo > {fake_slurm.folder}/squeue.out")
+    orchestra("cancel", str(run.path))
+    assert chosen_alternative(run) == NONE
+    (call,) = fake_slurm.calls("scancel")
+    assert {"7", "8"} <= set(call.split())
