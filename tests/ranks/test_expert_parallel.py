@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -129,13 +130,30 @@ def bytes_of_exchanges(config: Config, choices: Choices) -> int:
     return 4 * number * model.hidden_size * 4 * shape.tp
 
 
-def groups() -> list[tuple[int, Sequence[Config]]]:
-    """Return what one test trains: on how many ranks, and how."""
-    of_four = [OF_FOUR[begin : begin + 4] for begin in range(0, len(OF_FOUR), 4)]
-    return [*((4, configs) for configs in of_four), (8, OF_EIGHT), (3, OF_THREE), (2, OF_TWO)]
+def product(num_ranks: int) -> list[Config]:
+    """Return every combination of the degrees and stages that so many ranks can do, dropless and not."""
+    found = []
+    for model, zero, tp, cp, pp, ep in itertools.product(
+        (MIXTURE, TIGHT), range(4), (1, 2), (1, 2), (1, 2), (1, 2, 4)
+    ):
+        dp, rest = divmod(num_ranks, tp * cp * pp)
+        if rest == 0 and dp > 0 and dp % ep == 0:
+            degrees = {"tp": tp, "sequence_parallel": tp > 1, "cp": cp, "pp": pp, "ep": ep}
+            found.append(mixed(model, dp=dp, zero=zero, accumulation=pp, **degrees))
+    return found
 
 
-@pytest.mark.parametrize(("num_ranks", "configs"), groups())
+def groups() -> Iterator[tuple[int, Sequence[Config]]]:
+    """Yield what one test trains: on how many ranks, and how."""
+    chosen: dict[int, Sequence[Config]] = {4: OF_FOUR, 8: OF_EIGHT, 3: OF_THREE, 2: OF_TWO}
+    if IS_WHOLE:
+        chosen |= {num: [*chosen[num], *product(num)] for num in (4, 8)}
+    for num_ranks, configs in chosen.items():
+        for begin in range(0, len(configs), 4):
+            yield num_ranks, configs[begin : begin + 4]
+
+
+@pytest.mark.parametrize(("num_ranks", "configs"), list(groups()))
 def test_every_layout_is_the_same_training(ranks: Ranks, num_ranks: int, configs: Sequence[Config]) -> None:
     for config in configs:
         num_sequences = config.train.global_batch_size
