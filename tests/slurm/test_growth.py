@@ -14,7 +14,7 @@ SLOW = "recovery.inject=[{at_step: 1, rank: 0, fault: slow, seconds: 0.08, attem
 QUICK = ("cluster.gpus_per_node=1", "recovery.agent_timeout_s=5", "recovery.backoff_s=0.1")
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(500)
 def test_a_run_begins_with_what_is_free_and_grows_shrinks_and_grows_again(
     cluster: Site, references: References
 ) -> None:
@@ -47,7 +47,7 @@ def test_a_run_begins_with_what_is_free_and_grows_shrinks_and_grows_again(
     cluster.run("scancel", leaving)
     run.wait_for_attempt(4)
     assert run.hosts(4) == first
-    run.assert_state("finished")
+    run.assert_state("finished", 240)
     run.assert_job_ends("COMPLETED")
     decided = [(event["decision"], event["rule"]) for event in run.events("restarting")]
     grown, left = ("grow", "resized"), ("shrink", "resized")

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.slow
 WHERE = {"leaf1": ["node1", "node3"], "leaf2": ["node2", "node4"]}
 
 
+@pytest.mark.timeout(300)
 def test_ranks_are_laid_out_by_leaf_and_the_losses_are_those_of_slurms_order(
     new_site: Callable[..., Site],
 ) -> None:
