@@ -136,4 +136,7 @@ def _gpus_held(attempt: AttemptTimes, before: Sequence[AttemptTimes], config: Co
     spares -= sum(len(each.attempt.named("node_replaced")) for each in of_job)
     shared = attempt.attempt.named("devices_shared")
     per_gpu = shared[-1].get("ranks") if shared else 1
-    return (nodes + max(0, spares)) * ranks / (per_gpu if is_whole(per_gpu) and per_gpu else 1)
+    members = (attempt.attempt.training_started or {}).get("members_on_device")
+    gpus = (nodes + max(0, spares)) * ranks / (per_gpu if is_whole(per_gpu) and per_gpu else 1)
+    # Members of a sweep that share a GPU have a part of it each.
+    return gpus / (members if is_whole(members) and members else 1)

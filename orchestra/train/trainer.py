@@ -76,7 +76,7 @@ from orchestra.train.state import CheckpointContext, Position, TensorState, fact
 from orchestra.train.step import TrainingStep
 from orchestra.train.stopping import RequestWatch, SaveClock, Stopping
 from orchestra.train.watch.bad_losses import NonFiniteGuard, OverflowLog
-from orchestra.train.watch.energy import EnergyWatch, build_energy_watch
+from orchestra.train.watch.energy import EnergyWatch, build_energy_watch, members_on_device
 from orchestra.train.watch.flight_recorder import answer_for_collectives
 from orchestra.train.watch.inject_faults import Faults
 from orchestra.train.watch.noise_scale import NoiseScale, build_noise_scale
@@ -494,6 +494,7 @@ def _announced_peak_flops(config: Config, mesh: Mesh, built: BuiltModel, events:
         num_active_parameters=num_active_parameters(config.model),
         peak_flops_per_s=peak_flops_per_s,
         mfu_convention=MFU_CONVENTION,
+        members_on_device=members_on_device() if is_gpu else None,
     )
     if is_gpu:
         announce_attention(config, mesh.device, events)

@@ -203,9 +203,7 @@ class NodePack:
         """Start the agent of a member that was taken. Raises OSError, and then gives the place back."""
         share = self._free.pop(0)
         mark = f"{self._task.job}.{self._task.restart}:{run.name}.{place.number}"
-        environment = {**os.environ, _MARK: mark}
-        if share.devices is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(share.devices)
+        environment = {**os.environ, _MARK: mark, **share.environment}
         began = time.time()
         command = [sys.executable, "-u", "-m", "orchestra.agents", str(run.path), *place.words]
         try:

@@ -18,6 +18,8 @@ from orchestra.run.paths import RunDir
 
 # RunDir.place
 _NAME = re.compile(r"array-(\d+)\.place-(\d+)\.json")
+# In the environment of a member that shares its GPUs with others: how many have each.
+MEMBERS_VARIABLE = "ORCHESTRA_MEMBERS_ON_DEVICE"
 _GOES_ON, _OVER = "goes on", "over"
 
 

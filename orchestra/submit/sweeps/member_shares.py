@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from conf.schema import Config, Device
+from orchestra.run.control.member_places import MEMBERS_VARIABLE
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,15 @@ class MemberShare:
     cores: frozenset[int]
     # Values of CUDA_VISIBLE_DEVICES; None: all.
     devices: tuple[str, ...] | None
+    # How many members have each of the devices.
+    on_device: int = 1
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the member is started with beside the variables of whoever starts it."""
+        if self.devices is None:
+            return {}
+        return {"CUDA_VISIBLE_DEVICES": ",".join(self.devices), MEMBERS_VARIABLE: str(self.on_device)}
 
 
 def shares(configs: Sequence[Config], number: int) -> list[MemberShare]:
@@ -39,8 +49,9 @@ def shares(configs: Sequence[Config], number: int) -> list[MemberShare]:
     each = max(int(cluster.gpus_per_node) for cluster in on_gpu)
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [str(device) for device in range(number * each)] if given is None else given.split(",")
+    on_device = -(-number * each // len(names))
     return [
-        MemberShare(part, tuple(names[(place * each + rank) % len(names)] for rank in range(each)))
+        MemberShare(part, tuple(names[(place * each + rank) % len(names)] for rank in range(each)), on_device)
         for place, part in enumerate(parts)
     ]
 

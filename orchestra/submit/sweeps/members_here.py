@@ -83,9 +83,8 @@ def train_members(
 def _started(sweep: SweepDir, run: RunDir, share: MemberShare, *, is_shown: bool) -> subprocess.Popen[bytes]:
     folders = [str(sweep.newest_code()), *([str(sweep.plugins)] if sweep.plugins.is_dir() else [])]
     others = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys([*folders, *others]))}
-    if share.devices is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(share.devices)
+    path = os.pathsep.join(dict.fromkeys([*folders, *others]))
+    environment = {**os.environ, "PYTHONPATH": path, **share.environment}
     # -P: a folder `orchestra` in the working directory is not the snapshot.
     command = [sys.executable, "-P", "-m", "orchestra", "resume", str(run.path)]
     output_of(run).parent.mkdir(exist_ok=True)

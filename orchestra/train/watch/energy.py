@@ -11,6 +11,7 @@ NVML is reached by NVIDIA's own package (nvidia-ml-py), which is optional; nothi
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
 import time
@@ -23,6 +24,7 @@ import torch
 from checkpointing.checkpoint_errors import CheckpointError
 from checkpointing.peers import Peers
 from orchestra.parallel.mesh import Mesh, RankEnvironment
+from orchestra.run.control.member_places import MEMBERS_VARIABLE
 from orchestra.run.events import EventWriter
 from orchestra.run.files import Record
 
@@ -200,6 +202,11 @@ class EnergyWatch:
             self._events.write("energy_unmeasured", cause=cause)
 
 
+def members_on_device() -> int:
+    """Return how many members of a sweep train on this rank's GPU at the same time."""
+    return int(os.environ.get(MEMBERS_VARIABLE) or 1)
+
+
 def build_energy_watch(
     mesh: Mesh, ranks: RankEnvironment, peers: Peers, events: EventWriter | None
 ) -> EnergyWatch | None:
@@ -214,6 +221,8 @@ def build_energy_watch(
     # Of those that share a device, the first one reads it.
     if ranks.local_rank == mesh.device.index:
         try:
+            if (number := members_on_device()) > 1:
+                raise UnmeasuredError(f"{number} members of its sweep share each GPU")
             counter = NvmlCounter(mesh.device)
         except UnmeasuredError as error:
             counter = error

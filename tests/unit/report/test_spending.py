@@ -62,6 +62,12 @@ def test_ranks_that_share_a_gpu_hold_one() -> None:
     assert spending(events, [], None, None, now=3600.0).gpu_hours == pytest.approx(2.0)
 
 
+def test_members_that_share_a_gpu_hold_a_part_of_it() -> None:
+    (start, trains) = started(0.0, 0, nodes=1)
+    events = [start, {**trains, "members_on_device": 4}]
+    assert spending(events, [], None, None, now=3600.0).gpu_hours == pytest.approx(2.0)
+
+
 def test_what_is_not_known_is_none_with_a_reason() -> None:
     on_cpu = replace(PRICED, cluster=replace(PRICED.cluster, device=Device.cpu))
     events = [

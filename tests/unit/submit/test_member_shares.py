@@ -30,6 +30,7 @@ def test_each_member_has_devices_of_its_own_or_shares_one(
     cluster = ClusterConfig(device=Device.cuda, gpus_per_node=ranks)
     made = shares([dataclasses.replace(Config(), cluster=cluster)], members)
     assert [share.devices for share in made] == devices
+    assert {share.on_device for share in made} == {2 if members == 8 else 1}
     cores = os.sched_getaffinity(0)
     assert all(share.cores and share.cores <= cores for share in made)
     assert sum(len(share.cores) for share in made) <= max(len(cores), members)
