@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -24,9 +25,12 @@ from orchestra.run.paths import RunDir
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunDir]:
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "beats"))
-    return RunDir(tmp_path / "run")
+    # A heart blocks a signal, which processes that later tests start would inherit.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    yield RunDir(tmp_path / "run")
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 @pytest.fixture

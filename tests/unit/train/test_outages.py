@@ -109,7 +109,8 @@ class Stalling(Faults):
 
     def _stalling(self, act: Any) -> Any:
         def stalling(of: Any, *others: Any, **named: Any) -> Any:
-            if self.has_stalled.is_set() and getattr(of, "place", self.folder).startswith(self.folder):
+            place = of.place if isinstance(of, LocalStorage) else self.folder
+            if self.has_stalled.is_set() and place.startswith(self.folder):
                 self.goes_on.wait()
             return act(of, *others, **named)
 
