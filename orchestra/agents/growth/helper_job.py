@@ -67,9 +67,6 @@ class HelperJob(Scheduler):
     def host(self) -> str:
         return self._task.host or socket.gethostname()
 
-    def facts(self) -> dict[str, Any]:
-        return {"job": self._task.job, "job_start": self._task.restart, "cluster": self._task.cluster}
-
     def own_address(self) -> str:
         # The others' nodes are not its own job's.
         return own_address(self._config.cluster.network, dataclasses.replace(self._task, num_nodes=2))
