@@ -103,7 +103,8 @@ def layer_time(case: PlanCase, *, is_pressed: bool = False) -> LayerTime:
     of_all = num_layer_parameters(model) - num_expert_parameters(model)
     products = 2 * _PASSES * of_all * tokens.count / tokens.tp / device.product_flops
     products += _PASSES * _experts_products_s(case)
-    products *= slowdown(case, layer_matrices(case), rate=_over_half(case))
+    if case.counts_passes:
+        products *= slowdown(case, layer_matrices(case), rate=device.product_flops / half_flops(case))
     attention = _attention(case) * attention_again
     traffic = case.framework.elementwise_bytes * tokens.width_bytes / 2 * model.hidden_size * tokens.count
     traffic *= _OUTER_TRAFFIC / tokens.outer + (1 - _OUTER_TRAFFIC) / tokens.tp
@@ -131,11 +132,6 @@ def layer_time(case: PlanCase, *, is_pressed: bool = False) -> LayerTime:
         host=0.0 if is_busy_host else _host(case) * again,
         pressed=stalls.pressed_layer_s if is_pressed and stalls is not None else 0.0,
     )
-
-
-def _over_half(case: PlanCase) -> float:
-    """Return the rate of a layer's products over that of products in 16 bits."""
-    return case.device.product_flops / half_flops(case)
 
 
 def _counted(case: PlanCase, again: float) -> float:
@@ -379,7 +375,6 @@ def head_time(case: PlanCase) -> float:
     if case.counts_passes:
         return _counted_head(case, logits)
     products = 2 * _PASSES * model.hidden_size * logits / device.product_flops
-    products *= slowdown(case, [(model.hidden_size, model.vocab_size / tokens.tp)], rate=_over_half(case))
     seconds = products + logits * case.framework.loss_bytes / device.memory_bytes_per_s
     if case.framework.computes_on_host:
         seconds += _weights_time(case, model.hidden_size * model.vocab_size / tokens.tp)

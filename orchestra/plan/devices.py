@@ -35,18 +35,18 @@ class PeakShares:
 # (arXiv:2407.08608); attention's shares are set so that rows of 8,192 tokens and more meet torchtitan's and
 # llm-foundry's tables. By the beginning of a row's name.
 _REACHED = {
-    "a100": PeakShares(0.89, 0.50, "set on llm-foundry's published A100 runs"),
-    "h100": PeakShares(0.82, 0.28, "fitted on the Ultra-Scale Playbook's H100 runs", 1.5),
-    "h200": PeakShares(0.79, 0.28, "large products measured on one H200; attention as on an H100", 1.5),
-    "b200": PeakShares(0.79, 0.28, "the H100's; they meet NeMo's B200 runs", 1.5),
-    "gb200": PeakShares(0.69, 0.25, "set on published GB200 runs (DGX Cloud, Megatron Bridge)", 1.5),
+    "a100": PeakShares(0.85, 0.50, "set on llm-foundry's published A100 runs"),
+    "h100": PeakShares(0.757, 0.28, "fitted on the Ultra-Scale Playbook's H100 runs", 1.5),
+    "h200": PeakShares(0.757, 0.28, "the H100's; they meet torchtitan's H200 runs", 1.5),
+    "b200": PeakShares(0.757, 0.28, "the H100's; they meet NeMo's B200 runs", 1.5),
+    "gb200": PeakShares(0.66, 0.25, "set on published GB200 runs (DGX Cloud, Megatron Bridge)", 1.5),
     # MI250, four modules: per module 73 to 80 % of an A100's rate in llm-foundry, 1.13 times that with
     # FlashAttention-2 (databricks.com/blog/amd-mi250 and /training-llms-scale-amd-mi250-gpus, 2023): 0.55.
     # Megatron-DeepSpeed's runs on LUMI (github.com/spyysalo/lumi-llm-scaling) meet 0.45.
-    "mi250": PeakShares(0.52, 0.30, "set between Databricks' MI250 ratios and LUMI's runs"),
+    "mi250": PeakShares(0.50, 0.30, "set between Databricks' MI250 ratios and LUMI's runs"),
     # 620 of 1,307 TFLOP/s in bf16 products, 990 of 2,615 in fp8 (SemiAnalysis, "MI300X vs H100 vs H200
     # Benchmark", December 2024). Attention: assumed to reach as many FLOP/s as on an H100.
-    "mi300x": PeakShares(0.49, 0.21, "products measured by SemiAnalysis, attention assumed"),
+    "mi300x": PeakShares(0.47, 0.21, "products measured by SemiAnalysis, attention assumed"),
 }
 
 

@@ -1,5 +1,5 @@
-"""How much longer matrix products take than very large ones do: tiles that stick out, waves that are not
-full, what a tile takes before its first and after its last block, and rows that are not aligned.
+"""How much longer matrix products take than others with as many FLOPs: tiles that stick out, waves that are
+not full, what a tile takes before its first and after its last block, and rows that are not aligned.
 
 A product [m, k] x [k, n] is cut into tiles of its result, and each of the device's processors works on one of
 them at a time (NVIDIA, "Matrix Multiplication Background", sections 2.3 and 3). The last tile of a row takes
@@ -7,7 +7,8 @@ as long as the others, and so does a last wave with few tiles: with tiles of 128
 width of 1,600 keep 132 processors busy for two waves of which a quarter is idle. The library is taken to
 choose the best of its tiles, and to share the sum of one tile among several processors where that is faster.
 
-`orchestra.plan.compute` multiplies its times with this.
+`orchestra.plan.compute` multiplies the times of orchestra's own products with this. Other trainers' constants
+are fitted to whole steps, without it.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ _PARTS, _SHORTEST_PART = (1, 2, 3, 4, 6, 8), 512
 # and write its result. With it the products alone of three models on one H200 (738, 714 and 651 TFLOP/s)
 # all run at 768 to 780 TFLOP/s where tiles and waves are full; what is in fp8 passes more numbers meanwhile.
 _ENDS = 192
+# Of that rate usual products reach what a device's row says (`devices`): 749 on that H200.
+_USUAL = 749 / 780
 
 # Products that read rows which do not begin at multiples of 16 bytes load number by number. Padding 50,257
 # words to 50,304 saved nanoGPT a fifth of a step of 124M on an A100 (Karpathy, 2023), where the output matrix
@@ -49,7 +52,7 @@ def slowdown(
     rate: float = 1.0,
 ) -> float:
     """Return the time of the three products (forward, and both of the backward pass) of some matrices
-    [inputs, outputs], over that of very large ones with as many FLOPs.
+    [inputs, outputs], over that of usual ones with as many FLOPs.
 
     `num_tokens`: of one product, by default the micro-batch's. `rate`: of these products over that of
     products in 16 bits. 1.0 for devices whose number of processors is not known, and for CPUs.
@@ -63,7 +66,7 @@ def slowdown(
         work += 3 * tokens * n * m
         for shape in ((tokens, m, n), (tokens, n, m), (n, m, tokens)):
             time += _time(*shape, case.device.num_processors, _ENDS * rate)
-    return time / work
+    return _USUAL * time / work
 
 
 def unaligned_slowdown(num_words: float, width_bytes: int) -> float:

@@ -8,12 +8,14 @@ import pytest
 from plan_cases import case
 
 from orchestra.plan.kernels.product_tiles import slowdown, unaligned_slowdown
-from orchestra.plan.predict import predict
+
+# What products that fill a device take of the time of usual ones: 780 TFLOP/s and 749.
+FULL = 749 / 780
 
 
 def test_large_products_take_what_their_flops_say() -> None:
     huge = slowdown(case(), [(32768, 33792)], num_tokens=65536)
-    assert 1.0 < huge < 1.02
+    assert 1.0 < huge / FULL < 1.02
 
 
 def test_a_last_wave_that_is_nearly_empty_takes_as_long_as_a_full_one() -> None:
@@ -26,14 +28,13 @@ def test_a_last_wave_that_is_nearly_empty_takes_as_long_as_a_full_one() -> None:
 def test_products_are_never_faster_than_full_ones_and_lose_more_the_narrower_they_are() -> None:
     lost = [slowdown(case(), [(width, 4 * width)]) for width in (8192, 2048, 768, 256, 64, 1)]
     assert lost == sorted(lost)
-    assert lost[0] > 1.0
+    assert lost[0] > FULL
 
 
 def test_a_device_with_an_unknown_number_of_processors_is_taken_to_be_full() -> None:
     usual = case()
     unknown = replace(usual, device=replace(usual.device, num_processors=None))
     assert slowdown(unknown, [(100, 100)]) == 1.0
-    assert predict(unknown).time.total < predict(usual).time.total
 
 
 @pytest.mark.parametrize(
