@@ -326,7 +326,8 @@ class ParallelismConfig:
     # `auto`: whatever the world size leaves over.
     dp: int | str = "auto"
     zero: int = 0
-    # Ranks over which ZeRO shards; null: all of dp × cp. Smaller than that: hybrid sharding.
+    # Ranks over which ZeRO shards; null: all of dp × cp. Smaller than that: hybrid sharding. With ep it is a
+    # multiple of ep × cp.
     shard_degree: int | None = None
     tp: int = 1
     sequence_parallel: bool = False

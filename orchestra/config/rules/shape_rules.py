@@ -209,10 +209,12 @@ def rule_sharding(config: Config, _: Situation) -> Iterator[str]:
         return
     if parallelism.zero == 0:
         yield f"parallelism.shard_degree={degree} needs parallelism.zero=1, 2 or 3; set it, or use null"
-    if parallelism.ep > 1 and dp is not None and degree != dp * cp:
+    least = parallelism.ep * cp
+    if parallelism.ep > 1 and degree % least:
+        product = f"parallelism.ep={parallelism.ep}" + ("" if cp == 1 else f" × parallelism.cp={cp}")
         yield (
-            f"parallelism.shard_degree={degree} with parallelism.ep={parallelism.ep}: ZeRO shards "
-            "experts over all ranks with the same ones, all else over data and context parallelism; use null"
+            f"parallelism.shard_degree={degree} is not a multiple of {product}: the ranks that ZeRO shards "
+            f"over have to have all experts; use {listed(nearest_multiples(degree, least))}"
         )
     if dp is not None and dp * cp % degree:
         product = f"dp={dp}" if cp == 1 else f"dp·cp = {dp}·{cp}"

@@ -204,7 +204,7 @@ rule_sharding
     parallelism.zero=1  parallelism.shard_degree=4 -> shard_degree=4 does not divide dp=2; use 1 or 2
     parallelism={zero: 1, shard_degree: 4, cp: 2} -> does not divide dp·cp = 1·2; use 1 or 2
     parallelism.shard_degree=2 -> needs parallelism.zero=1, 2 or 3
-    parallelism={zero: 1, shard_degree: 1, ep: 2}  model.num_experts=4 -> with parallelism.ep=2 | use null
+    parallelism={zero: 1, shard_degree: 1, ep: 2}  model.num_experts=4 -> =1 is not a multiple of | use 2
 rule_reduce_dtype
     precision.reduce_dtype=fp16 -> precision.reduce_dtype=fp16 | precision=fp32 | bf16, fp32 or null
 rule_recompute
