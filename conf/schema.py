@@ -395,7 +395,7 @@ class PrecisionConfig:
     # Data type in which gradients are summed over ranks; null: as the policy says.
     reduce_dtype: DType | None = None
     loss_scale: LossScale = field(default_factory=LossScale)
-    # For precision=fp8 only.
+    # For precision=fp8 only. Products of experts have a scale for each row either way.
     fp8_scaling: Scaling = Scaling.tensor
     # Blocks at each end of the model whose products stay in bf16, with precision=fp8.
     fp8_bf16_blocks: int = 0

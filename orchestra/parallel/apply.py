@@ -69,7 +69,7 @@ def parallelize(model: Transformer, config: Config, mesh: Mesh) -> Parallelized:
     cut_sequences(model, config, mesh)
     shapes = {name: place.shape for name, place in places.items()}
     places = keep_own_stages(model, places, config, mesh)
-    history = set_products(model, config)
+    history = set_products(model, config, mesh.device)
     units = place_units(model, places, precision, config, mesh)
     balance = set_up_mixtures(model, config, mesh)
     recompute_blocks(model, config, mesh)
