@@ -319,6 +319,16 @@ class ContextMethod(Enum):
     ulysses = "ulysses"
 
 
+class ExpertPlacement(Enum):
+    """Which of the ranks that share out experts has which ones. `fixed`: neighbours, in their order. `auto`:
+    at a checkpoint experts move to where the busiest rank has over 5 % fewer tokens, by those since the
+    checkpoint before; losses and checkpoints stay the same.
+    """
+
+    fixed = "fixed"
+    auto = "auto"
+
+
 @dataclass(frozen=True)
 class ParallelismConfig:
     """Degrees of the mesh axes. World size = dp × tp × pp × cp; ep lies inside dp."""
@@ -344,6 +354,7 @@ class ParallelismConfig:
     # for heads; tp × cp must divide model.num_attention_heads and model.num_key_value_heads.
     cp_method: ContextMethod = ContextMethod.all_gather
     ep: int = 1
+    expert_placement: ExpertPlacement = ExpertPlacement.fixed
     # Bytes of gradient in one all-reduce, in MiB (overlapped with the backward pass).
     bucket_mib: float = 25.0
     offload: Offload = Offload.none
