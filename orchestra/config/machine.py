@@ -54,6 +54,8 @@ class Situation:
     memory_bytes: int | None = None
     # None: no cluster was asked, and its numbers stay open.
     cluster: Cluster | None = None
+    # Whether it begins after another run, which may leave what it needs.
+    follows: bool = False
 
     @property
     def starts_here(self) -> bool:
