@@ -348,13 +348,18 @@ class NodeCopies:
             )
 
     def end(self) -> dict[str, Any]:
-        """Send no more, and take no more from the neighbour; return how it went, as evidence."""
+        """Send no more, and take no more from the neighbour; return how it went, as evidence, with the
+        records that say nothing, where there are some.
+        """
         self._server.expect(None)
+        unreadable = self._store.unreadable()
+        problems = {"unreadable_copies": unreadable} if unreadable else {}
         pusher, self._pusher = self._pusher, None
         if pusher is None:
-            return {}
+            return problems
         pusher.close()
-        return {"pushed_step": pusher.pushed_step, "push_s": pusher.push_s, "push_problem": pusher.problem}
+        sent = {"pushed_step": pusher.pushed_step, "push_s": pusher.push_s, "push_problem": pusher.problem}
+        return {**sent, **problems}
 
     def close(self) -> None:
         """End all of it and give the memory back."""

@@ -7,7 +7,8 @@
 └── kept/         the same of the neighbour's ranks
 
 A copy is there if and only if its `.copy` is, whose first line says of whom and of which step it is. Only its
-size is checked here: a rank compares checksums before it uses one.
+size is checked here: a rank compares checksums before it uses one. A record whose first line says nothing of
+that kind is none, and is told of (`CopyStore.unreadable`).
 """
 
 from __future__ import annotations
@@ -35,7 +36,6 @@ _PLACE = Path("/dev/shm")
 _NUM_KEPT, _NUM_SLOTS = 2, 3
 # How long a folder without an agent is left alone: a killed agent's successor goes on with it.
 _ORPHAN_S = 120.0
-_FIRST_LINE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, order=True)
@@ -101,6 +101,15 @@ class CopyStore:
             for record in sorted((self.folder / kind).glob("rank-*.slot-*.copy")):
                 if (place := _place(record)) is not None:
                     yield place
+
+    def unreadable(self) -> list[str]:
+        """Return the records that are there and do not say of what: as long as it is so, these copies are not."""
+        return [
+            f"{kind}/{record.name}"
+            for kind in (OWN, KEPT)
+            for record in sorted((self.folder / kind).glob("rank-*.slot-*.copy"))
+            if not _is_readable(record)
+        ]
 
     def find(self, rank: int, step: int, attempt: int) -> CopyPlace | None:
         """Return where a copy lies; None where it does not."""
@@ -284,11 +293,23 @@ def _place(record: Path) -> CopyPlace | None:
     try:
         version = _version(record)
         with record.open("rb") as file:
-            copy = copy_of(file.readline(_FIRST_LINE_BYTES))
+            copy = copy_of(file.readline())
         size = record.with_suffix(".bin").stat().st_size
     except (OSError, ValueError):
         return None
     return CopyPlace(copy, record, version) if size >= copy.num_bytes else None
+
+
+def _is_readable(record: Path) -> bool:
+    """Whether a record says of what it is; one that is gone meanwhile need not."""
+    try:
+        with record.open("rb") as file:
+            copy_of(file.readline())
+    except ValueError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def copy_of(line: bytes) -> Copy:

@@ -1,12 +1,14 @@
 """Where one rank's copies in memory lie: files in a folder on the node's tmpfs, written again and again.
 
 own/rank-00003.slot-0.bin       the bytes of the rank's tensors, one after another
-own/rank-00003.slot-0.copy      three lines: whose state, after which step (JSON) · the table of tensors
-                                (JSON) · the checksum of the two lines before
+own/rank-00003.slot-0.copy      four lines: whose state, after which step (JSON) · the state that is no
+                                tensor, rank 0's (JSON) · the table of tensors (JSON) · the checksum of the
+                                three lines before
 
 A copy exists if and only if its `.copy` does: it is removed before the bytes are written and put there, by
 one rename, after them. A reader of the bytes sees afterwards whether it is still there. The agents send and
-receive these files as they are (`launchers.memory_store.store` has the names too, and reads the first line).
+receive these files as they are (`launchers.memory_store.store` has the names too, and reads the first line,
+again and again: what may be long is on those after it).
 Called by `memory_copies`.
 """
 
@@ -34,7 +36,7 @@ OWN = "own"
 # write copy n has had gradients of the others for the step before it, so they have ended copy n − 2 at least
 # and it still has that one.
 NUM_SLOTS = 3
-_SCHEMA = 1
+_SCHEMA = 2
 _ALIGNMENT = 64
 
 
@@ -95,11 +97,12 @@ class Slot:
         """Remove the record of the copy, before its bytes change."""
         self._copy_path.unlink(missing_ok=True)
 
-    def commit(self, facts: Mapping[str, Any], table: CopyTable) -> None:
+    def commit(self, facts: Mapping[str, Any], document: Mapping[str, Any], table: CopyTable) -> None:
         """Write the record that makes the bytes a copy. Raises OSError."""
         content = _checksum(self.content[: table.num_bytes])
         head = {"schema": _SCHEMA, **facts, "bytes": table.num_bytes, "checksum": content}
-        lines = f"{json.dumps(head, separators=(',', ':'))}\n{table.text}\n"
+        parts = (json.dumps(part, separators=(",", ":")) for part in (head, dict(document)))
+        lines = "".join(f"{part}\n" for part in (*parts, table.text))
         draft = self._copy_path.with_suffix(".draft")
         draft.write_text(f"{lines}{checksums.of_file(lines.encode())}\n")
         draft.replace(self._copy_path)
@@ -107,6 +110,10 @@ class Slot:
     def head(self) -> dict[str, Any]:
         """Return the copy's record. Raises UnusableCopyError without an intact one."""
         return self._read()[0]
+
+    def document(self) -> dict[str, Any]:
+        """Return the state that is no tensor; none of ranks but 0. Raises UnusableCopyError."""
+        return self._read()[1]
 
     def age(self) -> tuple[int, int]:
         """Return attempt and step of the copy; −1 twice without an intact one."""
@@ -117,7 +124,7 @@ class Slot:
 
     def check(self, table: CopyTable) -> None:
         """Open the bytes and compare all of them with their checksum. Raises UnusableCopyError."""
-        head, text = self._read()
+        head, _, text = self._read()
         if text != table.text:
             raise UnusableCopyError("its tensors are not those that this rank has")
         try:
@@ -131,17 +138,19 @@ class Slot:
         if checksum != head.get("checksum"):
             raise UnusableCopyError(f"it is damaged: its checksum is {checksum}, not {head.get('checksum')}")
 
-    def _read(self) -> tuple[dict[str, Any], str]:
+    def _read(self) -> tuple[dict[str, Any], dict[str, Any], str]:
         try:
-            head, text, checksum = self._copy_path.read_text().splitlines()
-            record = json.loads(head)
+            *lines, checksum = self._copy_path.read_text().splitlines()
+            record = json.loads(lines[0]) if lines else None
         except (OSError, ValueError) as error:
             raise UnusableCopyError(f"its record cannot be read: {error}") from error
-        if checksums.of_file(f"{head}\n{text}\n".encode()) != checksum or not isinstance(record, dict):
+        if checksums.of_file("".join(f"{line}\n" for line in lines).encode()) != checksum:
             raise UnusableCopyError("its record is damaged")
-        if record.get("schema") != _SCHEMA:
-            raise UnusableCopyError(f"it has schema {record.get('schema')}, not {_SCHEMA}")
-        return record, text
+        if not isinstance(record, dict) or record.get("schema") != _SCHEMA:
+            found = record.get("schema") if isinstance(record, dict) else None
+            raise UnusableCopyError(f"it has schema {found}, not {_SCHEMA}")
+        _, document, text = lines
+        return record, json.loads(document), text
 
     def _open(self, num_bytes: int, flags: int = 0) -> None:
         size = max(num_bytes, 1)

@@ -221,9 +221,11 @@ class MemoryCopies(StepHook):
         self._is_copied = threading.Event()
         slot, targets = self._slots[0]
         self._slots = [*self._slots[1:], self._slots[0]]
-        facts = {**self._identity(), "step": step, "document": dict(document)}
+        facts = {**self._identity(), "step": step}
         ready = self._device.ready()
-        self._under_way = self._pool.submit(self._copy, slot, targets, facts, ready, self._is_copied)
+        self._under_way = self._pool.submit(
+            self._copy, slot, targets, facts, document, ready, self._is_copied
+        )
 
     def enter(self, phase: Phase, step: int, micro_batch: int, turn: int) -> None:  # noqa: ARG002
         """Wait before an update until the copy under way has read the state."""
@@ -284,6 +286,7 @@ class MemoryCopies(StepHook):
         slot: Slot,
         targets: Sequence[Tensor],
         facts: Mapping[str, Any],
+        document: Mapping[str, Any],
         ready: object,
         is_copied: threading.Event,
     ) -> None:
@@ -296,7 +299,7 @@ class MemoryCopies(StepHook):
             finally:
                 is_copied.set()
             self._device.await_copied()
-            slot.commit(facts, self._table)
+            slot.commit(facts, document, self._table)
             self._ring()
         except Exception as error:  # noqa: BLE001  the event is how a failure is reported
             self._context.record("memory_copy_failed", {"step": facts["step"], "message": str(error)})
@@ -346,9 +349,9 @@ class MemoryCopies(StepHook):
                 if departure is not None:
                     raise UnusableCopyError(f"it is off the run's line: {departure.words}")
             slot.check(table)
+            document = slot.document() if self._context.peers.is_coordinator else None
         except (UnusableCopyError, CheckpointError, OSError) as error:
             return None, {"problem": f"rank {rank}'s copy of step {step}: {error}"}
-        document = head.get("document") if self._context.peers.is_coordinator else None
         report = {"problem": None, "attempt": head.get("attempt"), "bytes": table.num_bytes}
         return slot, {**report, "document": document}
 

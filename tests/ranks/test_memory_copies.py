@@ -161,8 +161,8 @@ def flip_a_bit(content: bytes) -> bytes:
 
 def rewrite(folder: Path, **facts: Any) -> None:
     record = record_of(folder)
-    head, table, _ = record.read_text().splitlines()
-    lines = f"{json.dumps({**json.loads(head), **facts})}\n{table}\n"
+    head, *others, _ = record.read_text().splitlines()
+    lines = "".join(f"{line}\n" for line in (json.dumps({**json.loads(head), **facts}), *others))
     record.write_text(f"{lines}{checksums.of_file(lines.encode())}\n")
 
 

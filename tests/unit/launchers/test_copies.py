@@ -335,6 +335,7 @@ def test_a_spare_goes_on_with_what_a_lost_node_had(node_copies: Callable[..., No
     nodes[1].close()
     evidence = nodes[0].end()
     assert (evidence["pushed_step"], evidence["push_problem"]) == (4, None)
+    assert "unreadable_copies" not in evidence
     nodes[2].fetch(range(1, 2), 4, 0, {1: nodes[0].address})
     assert said(nodes[2]) == [(0, 4, 1)]
     with pytest.raises(LauncherError, match=r"rank 1's copy of step 5 cannot be fetched .* no such copy"):
@@ -394,3 +395,13 @@ def test_an_address_that_is_not_here_is_told_and_leaves_no_folder(
     with pytest.raises(LauncherError, match="cannot be exchanged"):
         node_copies("node", "192.0.2.1")
     assert list(next(tmp_path.glob("orchestra-*")).iterdir()) == []
+
+
+def test_a_record_that_says_nothing_is_told_of(node_copies: Callable[..., NodeCopies]) -> None:
+    with closing(node_copies("node0")) as node:
+        put(node._store, 4)
+        put(node._store, 5)
+        record = node._store.folder / OWN / "rank-00000.slot-2.copy"
+        record.write_text(record.read_text()[:20])
+        assert said(node) == [(0, 4, 0)]
+        assert node.end() == {"unreadable_copies": [f"{OWN}/{record.name}"]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from checkpointing.shards import Shard, whole
+from launchers.memory_store.store import open_copy_store
 from orchestra.train.copy_files import NUM_SLOTS, OWN, Slot, UnusableCopyError, slots_of, table_of
 from orchestra.train.memory_copies import Room, room, shortage
 
@@ -40,18 +42,33 @@ def committed(folder: Path, step: int, number: int = 0) -> Slot:
     slot.take(table.num_bytes)
     for view, shard in zip(slot.views(state, table), state, strict=True):
         view.copy_(shard.tensor)
-    slot.commit({**FACTS, "step": step}, table)
+    slot.commit({**FACTS, "step": step}, {"samples": step}, table)
     return slot
 
 
 def test_what_was_copied_is_read_again_bit_for_bit(folder: Path) -> None:
     committed(folder, 4)
     slot, state = Slot(folder, 3, 0), shards(4)
-    assert slot.head()["step"] == 4
+    assert (slot.head()["step"], slot.document()) == (4, {"samples": 4})
     slot.check(table_of(shards(1)))
     for view, shard in zip(slot.views(state, table_of(state)), state, strict=True):
         assert torch.equal(view, shard.tensor)
         assert view.dtype is shard.tensor.dtype
+
+
+def test_an_agent_finds_a_copy_however_long_the_state_beside_its_tensors_is(tmp_path: Path) -> None:
+    with closing(open_copy_store("run", "node", tmp_path)) as store:
+        slot, table = Slot(store.folder, 3, 0), table_of(shards())
+        slot.take(table.num_bytes)
+        # As many numbers as the placement of 58 layers of 256 experts has.
+        document = {"experts": {str(layer): list(range(512)) for layer in range(58)}}
+        slot.commit({**FACTS, "step": 4, "layout": {"dp": 4}}, document, table)
+        assert [(copy.rank, copy.step, copy.layout) for copy in store.held()] == [(3, 4, {"dp": 4})]
+        assert Slot(store.folder, 3, 0).document() == document
+        assert len((store.folder / OWN / "rank-00003.slot-0.copy").read_bytes()) > 1 << 16
+        # What the agent reads again and again is short.
+        assert len((store.folder / OWN / "rank-00003.slot-0.copy").read_bytes().split(b"\n")[0]) < 200
+        assert store.unreadable() == []
 
 
 def test_a_slot_that_is_being_written_is_no_copy(folder: Path) -> None:
