@@ -28,6 +28,7 @@ from torch import Tensor
 
 from checkpointing.checkpoint_errors import CheckpointError
 from checkpointing.shards import Shard
+from orchestra.errors import UnusableCheckpointError
 from orchestra.run.heartbeat import Phase
 from orchestra.sizes.units import binary
 from orchestra.train.copy_files import (
@@ -349,8 +350,11 @@ class MemoryCopies(StepHook):
                 if departure is not None:
                     raise UnusableCopyError(f"it is off the run's line: {departure.words}")
             slot.check(table)
-            document = slot.document() if self._context.peers.is_coordinator else None
-        except (UnusableCopyError, CheckpointError, OSError) as error:
+            document = None
+            if self._context.peers.is_coordinator:
+                document = slot.document()
+                self._state.refuse_moved_experts(document.get("experts"))
+        except (UnusableCopyError, UnusableCheckpointError, CheckpointError, OSError) as error:
             return None, {"problem": f"rank {rank}'s copy of step {step}: {error}"}
         report = {"problem": None, "attempt": head.get("attempt"), "bytes": table.num_bytes}
         return slot, {**report, "document": document}

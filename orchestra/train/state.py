@@ -189,6 +189,17 @@ class TensorState:
         shaped = [name for name, kind in self._optimizer.kinds[item.name].items() if kind is None]
         return [item.master, *(state[name] for name in sorted(shaped) if name in state)]
 
+    def refuse_moved_experts(self, stored: Any) -> None:
+        """Raise UnusableCheckpointError where tensors that were saved by their places alone are those of
+        experts that had moved, and this run moves none.
+        """
+        order = stored.get("order") if isinstance(stored, Mapping) else None
+        if self.experts is None and order:
+            raise UnusableCheckpointError(
+                "its experts had moved between ranks, and this run has them in their own order; use "
+                "parallelism.expert_placement=auto, or go on from a checkpoint"
+            )
+
     def _place_experts(self, stored: Any) -> None:
         """Take experts to lie where a saved state has them, before they are filled or after."""
         if self.experts is not None:
@@ -215,6 +226,7 @@ class TensorState:
         None all of them. *Collective*.
         """
         if manifest is None:
+            self.refuse_moved_experts(begin.experts)
             self._place_experts(begin.experts)
         self.copy_masters_to_parameters()
         self._optimizer.num_updates = begin.num_updates

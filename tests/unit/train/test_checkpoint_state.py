@@ -13,7 +13,7 @@ from one_rank_attempts import config_of
 
 from checkpointing.manifest import Manifest, Tensor
 from checkpointing.shards import Shard
-from conf.schema import Config, PrecisionConfig, PrecisionName
+from conf.schema import Config, ExpertPlacement, PrecisionConfig, PrecisionName
 from orchestra.errors import EXIT_DO_NOT_RESTART, UnusableCheckpointError
 from orchestra.parallel.mesh import Mesh
 from orchestra.precision.policies import ScaleState
@@ -74,6 +74,57 @@ def test_generators_come_back_where_the_checkpoint_has_this_place_s() -> None:
     torch.manual_seed(8)
     state.take_back(manifest_of([]), Position())
     assert torch.equal(torch.rand(3), untouched)
+
+
+def placed_state() -> TensorState:
+    model = replace(SMALL.model, num_hidden_layers=2, num_experts=4, moe_intermediate_size=8)
+    shape = replace(SMALL.parallelism, ep=2, expert_placement=ExpertPlacement.auto)
+    degrees = Layout(dp=2, ep=2)
+    mesh = Mesh(0, degrees, degrees.coordinates(0), torch.device("cpu"), None)
+    training = build_training(replace(SMALL, model=model, parallelism=shape), mesh)
+    return TensorState(training.parallelized, training.optimizer, mesh)
+
+
+def test_only_experts_that_have_moved_and_tokens_that_have_come_are_written_down() -> None:
+    state = placed_state()
+    assert state.experts is not None
+    assert state.experts.state() == {"ep": 2, "order": {}, "tokens": {}}
+    stored = {"ep": 2, "order": {"1": [2, 1, 0, 3]}, "tokens": {"0": [7, 0, 0, 1]}}
+    state.experts.restore(stored)
+    assert state.experts.state() == stored
+    # A checkpoint of a run that moved none has no such section.
+    state.experts.restore({})
+    assert state.experts.state() == {"ep": 2, "order": {}, "tokens": {}}
+    # Of other degrees experts are in their own order, and what was counted counts.
+    state.experts.restore({**stored, "ep": 4})
+    assert state.experts.state() == {"ep": 2, "order": {}, "tokens": stored["tokens"]}
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        *({"order": {"1": order}} for order in ([0, 1, 2], [0, 1, 2, 2], [0, 1, 2, 4], None)),
+        {"order": {"9": [0, 1, 2, 3]}},
+        {"tokens": {"0": [0, 1, 2, -1]}},
+        {"tokens": [1]},
+    ],
+    ids=str,
+)
+def test_a_placement_that_no_run_has_is_refused(section: dict[str, Any]) -> None:
+    state = placed_state()
+    assert state.experts is not None
+    with pytest.raises(UnusableCheckpointError, match=rf"experts\.{next(iter(section))}"):
+        state.experts.restore({"ep": 2, **section})
+
+
+def test_a_state_of_moved_experts_is_not_taken_for_that_of_others() -> None:
+    _, state = state_of()
+    moved = Position(experts={"ep": 2, "order": {"1": [2, 1, 0, 3]}, "tokens": {}})
+    with pytest.raises(UnusableCheckpointError, match="expert_placement=auto"):
+        state.take_back(None, moved)
+    state.take_back(None, Position(experts={"ep": 2, "order": {}, "tokens": {}}))
+    # A checkpoint has each at its own place of the whole tensor.
+    state.take_back(manifest_of([]), moved)
 
 
 def test_a_checkpoint_of_other_tensors_is_refused_and_the_first_few_are_named() -> None:
