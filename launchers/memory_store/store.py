@@ -103,7 +103,7 @@ class CopyStore:
                     yield place
 
     def unreadable(self) -> list[str]:
-        """Return the records that are there and do not say of what: as long as it is so, these copies are not."""
+        """Return the records that are there and do not say of what: their copies are none."""
         return [
             f"{kind}/{record.name}"
             for kind in (OWN, KEPT)

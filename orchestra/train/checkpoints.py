@@ -266,7 +266,8 @@ class Checkpoints:
         Experts that are to move do once the state is copied, where the attempt goes on.
         """
         if self.is_regular and self.state.experts is not None:
-            self.state.experts.plan()
+            topic = self.context.peers.unused("experts' plan")
+            self.state.experts.plan(partial(self.context.answered, topic))
         if self._is_end(position.step, is_last):
             self._save_last(position, left_s, goes_on)
             return

@@ -9,12 +9,13 @@ Shape letters: B sequences of the global batch, S tokens of each, K experts of a
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from small_trainings import SEQUENCE, GradientsOfStep, Trained, config_of, mesh_of, take_steps
 from torch import Tensor
 
@@ -154,7 +155,11 @@ def trained_mixture(
     moved = None
     if moves_after is not None:
         assert state.experts is not None
-        state.experts.plan()
+        if rank:
+            # Whatever another rank has counted, all follow rank 0.
+            assert training.parallelized.expert_balance is not None
+            training.parallelized.expert_balance.count_anew({})
+        state.experts.plan(_of_rank_0)
         moved = state.move_experts()
         rows += take_steps(config, training, mesh, range(moves_after + 1, steps + 1))
     balance = training.parallelized.expert_balance
@@ -174,6 +179,12 @@ def trained_mixture(
         dict(mesh.traffic.bytes_sent),
         moved,
     )
+
+
+def _of_rank_0(question: Callable[[], Any]) -> Any:
+    answers = [question() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(answers)
+    return answers[0]
 
 
 @contextmanager

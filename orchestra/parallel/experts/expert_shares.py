@@ -35,6 +35,11 @@ class ExpertShares:
             object.__setattr__(self, "order", tuple(range(self.num_experts)))
 
     @property
+    def is_reordered(self) -> bool:
+        """Whether the experts are not in their own order."""
+        return self.order != tuple(range(self.num_experts))
+
+    @property
     def padded(self) -> int:
         """Experts that there is room for on each rank: the last one is nobody's where a rank has one less."""
         return -(-self.num_experts // self.num_ranks)

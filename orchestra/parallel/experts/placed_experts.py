@@ -1,9 +1,10 @@
 """Which ranks have which experts, in a run that may move them (`parallelism.expert_placement=auto`).
 
-What is measured is the same on all ranks, and so is what follows from it: nobody is asked. A layer's experts
-are planned anew when a state is saved by its rhythm, by the tokens since the one before; the save says the
-new placement, and once it is staged they move. A run that goes on with that save begins where the others
-went on. Built by `parallelize`, called by `train.state`.
+A layer's experts are planned anew when a state is saved by its rhythm, by the tokens since the one before;
+the save says the new placement, and once it is staged they move. A run that goes on with that save begins
+where the others went on. The tokens are the same on all ranks, yet rank 0 alone plans: that they are rests on
+routers that choose alike on all ranks of tensor parallelism, and ranks of different plans would wait for each
+other forever. Built by `parallelize`, called by `train.state` and `train.checkpoints`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from orchestra.parallel.places import TensorPlace, layer_of_experts
 from orchestra.parallel.zero.buffers import Units
 from orchestra.run.events import is_whole
 
+# Returns rank 0's answer to a question (JSON), which it alone asks itself.
+Answered = Callable[[Callable[[], Any]], Any]
 # Returns what a rank has of a parameter's state that is shaped like it: the master and what else there is.
 StateOf = Callable[[Trained], Sequence[Tensor]]
 
@@ -64,21 +67,34 @@ class PlacedExperts:
         self._mixtures, self._places, self._units = mixtures_of(model), places, units
         self._balance, self._mesh = balance, mesh
         self._exchange = ExpertExchange(mesh)
-        # The layers that are to move, with the tokens that this was planned by.
-        self._planned: dict[int, tuple[ExpertShares, list[int]]] = {}
+        # The layers that are to move, and the worst loads of these: before, and by the plan.
+        self._planned: dict[int, ExpertShares] = {}
+        self._loads = (1.0, 1.0)
 
-    def plan(self) -> None:
-        """Plan by the tokens since the last plan which experts are to move. *Any rank*: all come to the same.
-        Waits for the device.
-        """
-        tokens = self._balance.tokens_since()
-        evened = {number: shares.evened(tokens[number]) for number, shares in self._balance.shares.items()}
+    def plan(self, answered: Answered) -> None:
+        """Plan by rank 0's tokens since the last plan which experts are to move. *Collective*."""
+        plan = answered(self._plan)
+        own = self._balance.shares
         self._planned = {
-            number: (shares, tokens[number])
-            for number, shares in evened.items()
-            if moved_experts(self._balance.shares[number], shares)
+            number: replace(shares, order=tuple(plan["order"][str(number)]))
+            for number, shares in own.items()
+            if str(number) in plan["order"]
         }
+        self._loads = plan["load_before"], plan["load_expected"]
         self._balance.count_anew({})
+
+    def _plan(self) -> dict[str, Any]:
+        """Return the order of each layer whose experts are to move, and the loads, as JSON. Waits for the
+        device.
+        """
+        tokens, order, before, expected = self._balance.tokens_since(), {}, [1.0], [1.0]
+        for number, shares in self._balance.shares.items():
+            evened = shares.evened(tokens[number])
+            if moved_experts(shares, evened):
+                order[str(number)] = list(evened.order)
+                before.append(shares.largest_over_mean(tokens[number]))
+                expected.append(evened.largest_over_mean(tokens[number]))
+        return {"order": order, "load_before": max(before), "load_expected": max(expected)}
 
     @property
     def is_planned(self) -> bool:
@@ -86,13 +102,17 @@ class PlacedExperts:
         return bool(self._planned)
 
     def state(self) -> dict[str, Any]:
-        """Return the placement, as planned, and the tokens since then, as JSON. Waits for the device."""
-        planned = {number: shares for number, (shares, _) in self._planned.items()}
-        placed = {**self._balance.shares, **planned}
+        """Return the placement, as planned, of layers whose experts are not in their own order, and the
+        tokens since then of layers that have had some, as JSON. Waits for the device.
+        """
+        placed = {**self._balance.shares, **self._planned}
+        tokens = self._balance.tokens_since()
         return {
             "ep": self._mesh.layout.ep,
-            "order": {str(number): list(shares.order) for number, shares in placed.items()},
-            "tokens": {str(number): tokens for number, tokens in self._balance.tokens_since().items()},
+            "order": {
+                str(number): list(shares.order) for number, shares in placed.items() if shares.is_reordered
+            },
+            "tokens": {str(number): of_layer for number, of_layer in tokens.items() if any(of_layer)},
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -102,7 +122,8 @@ class PlacedExperts:
         Raises UnusableCheckpointError where it says what no run has written.
         """
         own = {number: replace(shares, order=()) for number, shares in self._balance.shares.items()}
-        shares = {**own, **_stored_shares(state, own)} if state.get("ep") == self._mesh.layout.ep else own
+        stored = _stored_shares(state, own)
+        shares = {**own, **stored} if state.get("ep") == self._mesh.layout.ep else own
         self._planned = {}
         self._balance.count_anew(_by_layer(state, "tokens", own))
         self._follow(shares)
@@ -121,16 +142,17 @@ class PlacedExperts:
             for member, item in zip(unit.layout.members, unit.trained, strict=True):
                 number = layer_of_experts(member.name)
                 if number is not None and number in planned:
-                    pieces = moved_pieces(unit.layout, member, old[number], planned[number][0])
+                    pieces = moved_pieces(unit.layout, member, old[number], planned[number])
                     num_bytes += self._exchange.exchange(pieces, state_of(item), item.start)
-        self._follow({number: shares for number, (shares, _) in planned.items()})
-        moved = [moved_experts(old[number], shares) for number, (shares, _) in planned.items()]
+        self._follow(planned)
+        moved = [moved_experts(old[number], shares) for number, shares in planned.items()]
+        before, expected = self._loads
         return MovedExperts(
             layers=len(planned),
             experts=sum(map(len, moved)),
             bytes=num_bytes,
-            load_before=max(old[number].largest_over_mean(tokens) for number, (_, tokens) in planned.items()),
-            load_expected=max(shares.largest_over_mean(tokens) for shares, tokens in planned.values()),
+            load_before=before,
+            load_expected=expected,
             seconds=time.perf_counter() - began,
         )
 
@@ -164,17 +186,18 @@ def place_experts(
 
 
 def _by_layer(state: Mapping[str, Any], key: str, own: Mapping[int, ExpertShares]) -> dict[int, list[int]]:
-    """Return a list of numbers for each layer, one for each expert; none where the state has none."""
-    if not state:
-        return {}
-    section = state.get(key)
+    """Return a list of numbers, one for each expert, of each layer that the state has one of."""
+    section = state.get(key, {})
+    if not isinstance(section, Mapping):
+        raise _wrong(key, "*", section)
+    numbers = {str(number): number for number in own}
     found: dict[int, list[int]] = {}
-    for number, shares in own.items():
-        values = section.get(str(number)) if isinstance(section, Mapping) else None
-        if not isinstance(values, list) or len(values) != shares.num_experts:
-            raise _wrong(key, number, values)
+    for name, values in section.items():
+        number = numbers.get(name)
+        if number is None or not isinstance(values, list) or len(values) != own[number].num_experts:
+            raise _wrong(key, name, values)
         if not all(is_whole(value) and value >= 0 for value in values):
-            raise _wrong(key, number, values)
+            raise _wrong(key, name, values)
         found[number] = values
     return found
 
@@ -183,12 +206,12 @@ def _stored_shares(state: Mapping[str, Any], own: Mapping[int, ExpertShares]) ->
     orders = _by_layer(state, "order", own)
     for number, order in orders.items():
         if sorted(order) != list(range(own[number].num_experts)):
-            raise _wrong("order", number, order)
+            raise _wrong("order", str(number), order)
     return {number: replace(own[number], order=tuple(order)) for number, order in orders.items()}
 
 
-def _wrong(key: str, number: int, values: object) -> UnusableCheckpointError:
+def _wrong(key: str, layer: str, values: object) -> UnusableCheckpointError:
     return UnusableCheckpointError(
-        f"the checkpoint's state has experts.{key}.{number}={values!r}: it was not written by this trainer; "
+        f"the checkpoint's state has experts.{key}.{layer}={values!r}: it was not written by this trainer; "
         "choose the folder of a run's checkpoints (checkpoint.dir)"
     )

@@ -76,28 +76,24 @@ def test_generators_come_back_where_the_checkpoint_has_this_place_s() -> None:
     assert torch.equal(torch.rand(3), untouched)
 
 
-def placed_state() -> TensorState:
+def placed_state() -> tuple[Training, TensorState]:
     model = replace(SMALL.model, num_hidden_layers=2, num_experts=4, moe_intermediate_size=8)
     shape = replace(SMALL.parallelism, ep=2, expert_placement=ExpertPlacement.auto)
     degrees = Layout(dp=2, ep=2)
     mesh = Mesh(0, degrees, degrees.coordinates(0), torch.device("cpu"), None)
     training = build_training(replace(SMALL, model=model, parallelism=shape), mesh)
-    return TensorState(training.parallelized, training.optimizer, mesh)
+    return training, TensorState(training.parallelized, training.optimizer, mesh)
 
 
 def test_only_experts_that_have_moved_and_tokens_that_have_come_are_written_down() -> None:
-    state = placed_state()
+    training, state = placed_state()
     assert state.experts is not None
     assert state.experts.state() == {"ep": 2, "order": {}, "tokens": {}}
-    stored = {"ep": 2, "order": {"1": [2, 1, 0, 3]}, "tokens": {"0": [7, 0, 0, 1]}}
-    state.experts.restore(stored)
-    assert state.experts.state() == stored
-    # A checkpoint of a run that moved none has no such section.
-    state.experts.restore({})
-    assert state.experts.state() == {"ep": 2, "order": {}, "tokens": {}}
-    # Of other degrees experts are in their own order, and what was counted counts.
-    state.experts.restore({**stored, "ep": 4})
-    assert state.experts.state() == {"ep": 2, "order": {}, "tokens": stored["tokens"]}
+    balance = training.parallelized.expert_balance
+    assert balance is not None
+    balance.shares[1] = replace(balance.shares[1], order=(2, 1, 0, 3))
+    balance.count_anew({0: [7, 0, 0, 1]})
+    assert state.experts.state() == {"ep": 2, "order": {"1": [2, 1, 0, 3]}, "tokens": {"0": [7, 0, 0, 1]}}
 
 
 @pytest.mark.parametrize(
@@ -111,7 +107,7 @@ def test_only_experts_that_have_moved_and_tokens_that_have_come_are_written_down
     ids=str,
 )
 def test_a_placement_that_no_run_has_is_refused(section: dict[str, Any]) -> None:
-    state = placed_state()
+    _, state = placed_state()
     assert state.experts is not None
     with pytest.raises(UnusableCheckpointError, match=rf"experts\.{next(iter(section))}"):
         state.experts.restore({"ep": 2, **section})
