@@ -51,18 +51,34 @@ from checkpointing.storage.local import ALIGNMENT, open_scratch
 
 def staging_bytes(images: Sequence[Image]) -> int:
     """Return the host memory that files take together while they are written."""
-    return sum(-(-image.num_bytes // ALIGNMENT) * ALIGNMENT for image in images)
+    return sum(map(_aligned_bytes, images))
+
+
+def _aligned_bytes(image: Image) -> int:
+    return -(-image.num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 class Staging:
     """The memory of a rank's files, each from an aligned address on."""
 
-    def __init__(self, images: Sequence[Image], *, pinned: bool, folder: str | None = None) -> None:
-        """Take the memory, touch all of it, and write the headers, which never change."""
+    def __init__(
+        self,
+        images: Sequence[Image],
+        *,
+        pinned: bool,
+        folder: str | None = None,
+        memory: torch.Tensor | None = None,
+        spare_bytes: int = 0,
+    ) -> None:
+        """Take the memory, `spare_bytes` more than it needs, and touch all of it, or use `memory`, which is
+        large enough and nobody else's; write the headers, which never change.
+        """
         self.images = images
-        self._begins = [staging_bytes(images[:index]) for index in range(len(images))]
-        size = staging_bytes(images)
-        self._memory = aligned_memory(size, pinned=pinned) if folder is None else _file_memory(size, folder)
+        self._begins = list(itertools.accumulate(map(_aligned_bytes, images), initial=0))[:-1]
+        if memory is None:
+            size = staging_bytes(images) + spare_bytes
+            memory = aligned_memory(size, pinned=pinned) if folder is None else _file_memory(size, folder)
+        self.memory = memory
         self._pinned = pinned
         self._copies: list[tuple[torch.Tensor, int, tuple[slice, ...]]] = []
         for index, image in enumerate(images):
@@ -71,7 +87,7 @@ class Staging:
     def content(self, index: int) -> memoryview:
         """Return the bytes of file `index`, writable."""
         begin = self._begins[index]
-        return memoryview(cast(Any, self._memory.numpy()))[begin : begin + self.images[index].num_bytes]
+        return memoryview(cast(Any, self.memory.numpy()))[begin : begin + self.images[index].num_bytes]
 
     def copy_in(self, shards: Sequence[Shard]) -> None:
         """Copy this rank's pieces out of its shards; returns when the shards may change again.
@@ -94,7 +110,7 @@ class Staging:
         for file_begin, image in zip(self._begins, self.images, strict=True):
             for piece, begin in zip(image.pieces, image.begins, strict=True):
                 index = _holder(piece, holders, shards)
-                place = self._memory[file_begin + begin :][: piece.num_bytes]
+                place = self.memory[file_begin + begin :][: piece.num_bytes]
                 target = place.view(torch_dtype(piece.dtype)).view(piece.box.shape)
                 yield target, index, piece.box.within(shards[index].box)
 
@@ -143,6 +159,8 @@ def _file_memory(num_bytes: int, folder: str) -> torch.Tensor:
 # Bytes handed to the storage at once: a multiple of every alignment, enough for a disk's bandwidth, and so
 # much that the interpreter's lock, which the training's thread holds now and then, is asked for seldom.
 _BLOCK_BYTES = 64 << 20
+# Of memory that had to grow: one part in so many more than it needs.
+_SPARE_SHARE = 64
 # The other ranks wait this much longer than the coordinator waits for them.
 _SLACK_S = 30.0
 # How long `wait` gives the other ranks to learn of a verdict that is known here.
@@ -236,16 +254,44 @@ class Saver:
     def plan_anew(self) -> None:
         """Let the saves from the next one on have other shards than those before. *Each rank*.
 
-        The next one then agrees again on who writes what, and takes its memory anew.
+        The next one then agrees again on who writes what, and takes more memory where that it has is too
+        small: it may hold the training much longer than others.
         """
         self._is_plan_old = True
+
+    @property
+    def is_plan_old(self) -> bool:
+        """Whether the next save has to agree again."""
+        return self._is_plan_old
 
     def reserve(self, shards: Sequence[Shard]) -> None:
         """Take the staging memory, so that a save only copies; else the first one does. *Any rank*."""
         if not self._plan:
             self.prepare(shards)
+        self._take_staging(shards)
+
+    def _take_staging(self, shards: Sequence[Shard], spare_bytes: int = 0) -> None:
         pinned = any(shard.tensor.is_cuda for shard in shards)
-        self._staging = Staging(self._images, pinned=pinned, folder=self._options.staging_dir)
+        folder = self._options.staging_dir
+        self._staging = Staging(self._images, pinned=pinned, folder=folder, spare_bytes=spare_bytes)
+
+    def _adapt_staging(self, shards: Sequence[Shard]) -> None:
+        """Have memory for the files as they are planned now; the save before is over."""
+        if self._staging is None:
+            self._take_staging(shards)
+        elif self._staging.images is not self._images:
+            size, memory = staging_bytes(self._images), self._staging.memory
+            pinned = any(shard.tensor.is_cuda for shard in shards)
+            if size <= memory.numel():
+                self._staging = Staging(self._images, pinned=pinned, memory=memory)
+                return
+            # All that holds the old memory, before other is taken.
+            del memory
+            self._staging = None
+            if self._current is not None:
+                self._current.staging = None
+            # Headers grow with the pieces: the next change is then likely to fit.
+            self._take_staging(shards, size // _SPARE_SHARE)
 
     @property
     def _places(self) -> list[Storage]:
@@ -287,8 +333,8 @@ class Saver:
         if self._is_plan_old:
             self._agree(shards)
             self._is_plan_old = False
-        if self._staging is None:
-            self.reserve(shards)
+        if not self._plan:
+            self.prepare(shards)
         index, self._num_saves = self._num_saves, self._num_saves + 1
         error: str | None = None
         try:
@@ -369,13 +415,10 @@ class Saver:
     def _stage(self, save: _Save, shards: Sequence[Shard], *, is_stuck: bool) -> None:
         """Copy the shards, where the save before `is_stuck` into other memory than it reads."""
         try:
-            assert self._staging is not None
-            is_other = self._staging.images is not self._images
-            if is_other and not is_stuck and self._current is not None:
-                # That save is over: its memory makes room.
-                self._current.staging = self._staging = None
-            if is_stuck or is_other:
-                self.reserve(shards)
+            if is_stuck:
+                self._take_staging(shards)
+            else:
+                self._adapt_staging(shards)
             assert self._staging is not None
             save.staging = self._staging
             save.staging.copy_in(shards)

@@ -20,7 +20,7 @@ from support.waiting import eventually
 from test_peers import peers_of
 from torch import Tensor
 
-from checkpointing import catalog
+from checkpointing import catalog, save
 from checkpointing.checkpoint_errors import MismatchError, SaveFailedError, StorageError
 from checkpointing.checksums import combined, written
 from checkpointing.options import Options
@@ -214,6 +214,48 @@ def test_shards_that_change_places_between_saves_are_written_where_they_are_then
     assert files[0].keys() == files[1].keys()
     assert all(file[-16:] != files[1][box][-16:] for box, file in files[0].items())
     assert all(verify(storage, step).damages == () for step in (1, 3))
+
+
+def cut_at(place: int) -> list[list[Shard]]:
+    """Return the shards of two ranks that share one tensor, larger than pages are."""
+    whole_tensor = torch.arange(4000.0)
+    return [
+        [Shard("long", (4000,), (0,), whole_tensor[:place].clone())],
+        [Shard("long", (4000,), (place,), whole_tensor[place:].clone())],
+    ]
+
+
+def test_memory_that_cannot_be_had_fails_a_save_and_not_the_training(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = ranks_on(LocalStorage(place))
+    ranks.save_whole(1, cut_at(1000))
+    ranks.each(lambda _, saver: saver.plan_anew())
+    with monkeypatch.context() as without_memory:
+        without_memory.setattr(save, "aligned_memory", Mock(side_effect=MemoryError("no memory")))
+        for step in (2, 3):
+            # Rank 1 has enough.
+            assert eventually(lambda step=step: all(ranks.save(step, cut_at(3000))), limit_s=20)
+            for saver in ranks.savers:
+                with pytest.raises(SaveFailedError, match="rank 0: staging failed: no memory"):
+                    saver.wait()
+    ranks.save_when_free(4, cut_at(3000))
+    assert catalog.committed_steps(LocalStorage(place)) == [1, 4]
+
+
+def test_memory_that_suffices_is_used_again_for_other_shards(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage, ranks = LocalStorage(place), ranks_on(LocalStorage(place))
+    ranks.save_whole(1, cut_at(3000))
+    ranks.each(lambda _, saver: saver.plan_anew())
+    ranks.save_when_free(2, cut_at(1000))
+    monkeypatch.setattr(save, "aligned_memory", Mock(side_effect=MemoryError("no memory")))
+    for step, at in ((3, 3000), (4, 1000)):
+        ranks.each(lambda _, saver: saver.plan_anew())
+        ranks.save_when_free(step, cut_at(at))
+        assert verify(storage, step).damages == ()
+        assert torch.equal(torch.cat([*read(place, step).values()]).sort().values, torch.arange(4000.0))
 
 
 def test_a_failed_save_is_told_on_all_ranks_leaves_nothing_and_the_next_works(place: Path) -> None:
