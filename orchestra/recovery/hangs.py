@@ -22,7 +22,8 @@ less, else recovery.heartbeat_timeout_s: the rank may wait for one that does not
 | data, record | recovery.heartbeat_timeout_s: the pace is the storage's, not the rank's |
 | save (its blocking part), restore | learned: 10 × the longest so far; at least 60 s, at most \
 checkpoint.timeout_s; a restore that waits for its storage beats at each try |
-| commit | 2 × checkpoint.timeout_s: the last save is tried twice |
+| commit | 2 × checkpoint.timeout_s: the last save is tried twice; also experts that move, and the save \
+after that |
 | stop | the longest of the times that closing may take |
 
 No limit of a step exceeds recovery.heartbeat_timeout_s. A stopped process does not work: its limit is that of

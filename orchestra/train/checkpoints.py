@@ -214,8 +214,8 @@ class Checkpoints:
     # What no step trains on.
     left_out: tuple[Stretch, ...] = ()
     # Whether the step asked about last is saved by the rhythm or the clock, and not for the attempt's end
-    # alone: at those experts may move, so that a run that was stopped has moved no others than one that was
-    # not.
+    # alone: at those experts may move, so that with a fixed `checkpoint.every_steps` a run that was stopped
+    # has moved no others than one that was not. A clock, or every_steps=auto, saves others in each attempt.
     is_regular: bool = False
 
     def begin(self, goes_on: Callable[[], None] = lambda: None) -> Position:
@@ -261,7 +261,8 @@ class Checkpoints:
         Only with `checkpoint.async_save=false`, at the last step and where it `is_last` of the attempt it
         waits until it is committed. A last one is tried again for `checkpoint.last_save_patience_s`, and for
         no longer than rank 0's `left_s()` seconds from then; in the end once in the run's fallback. `goes_on`
-        is called before each try. Raises UnsavedError where it can be written nowhere.
+        is called before each try, and before what may take longer than any save so far. Raises UnsavedError
+        where it can be written nowhere.
 
         Experts that are to move do once the state is copied, where the attempt goes on.
         """
@@ -271,15 +272,17 @@ class Checkpoints:
         if self._is_end(position.step, is_last):
             self._save_last(position, left_s, goes_on)
             return
+        if self.checkpointer.is_plan_old:
+            goes_on()
         self.checkpointer.save(position.step, self.state.snapshot(), self._document(position))
         if not self.context.settings.async_save:
             self._failure()
-        self._move_experts(position.step)
+        if self.state.experts is not None and self.state.experts.is_planned:
+            goes_on()
+            self._move_experts(position.step)
 
     def _move_experts(self, step: int) -> None:
         """Bring experts where the save says that they are."""
-        if self.state.experts is None or not self.state.experts.is_planned:
-            return
         if self.copies is not None:
             self.copies.await_read()
         moved = self.state.move_experts()

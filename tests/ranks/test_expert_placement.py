@@ -6,6 +6,8 @@ import functools
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,13 +22,18 @@ from attempts import (
     kill_all,
     restored,
     rows,
+    with_steps,
 )
 from mixture_trainings import MIXTURE, Choices, MixtureTrained, mixed, trained_alone, trained_mixture
 from pool import Ranks
 from small_trainings import SEQUENCE, assert_equal_trainings, assert_same_bits
 from test_agreed_stop import stopped_attempt
 
+from checkpointing import catalog
+from checkpointing.storage import open_storage
 from conf.schema import Config, ExpertPlacement, ModelConfig, StateDType, WhenBusy
+from orchestra.run.heartbeat import Heart, Phase
+from orchestra.run.paths import RunDir
 
 MOVES_AFTER, LAST = 8, 20
 AUTO, FIXED = ExpertPlacement.auto, ExpertPlacement.fixed
@@ -35,6 +42,7 @@ FIVE = replace(MIXTURE, num_experts=5)
 # Between them every stage of ZeRO, ranges of experts that are cut, whole and uneven ones, and every degree.
 LAYOUTS: tuple[Config, ...] = (
     mixed(dp=4, ep=2, zero=2, accumulation=2),
+    mixed(dp=4, ep=2, zero=0),
     mixed(TIGHT, dp=2, ep=2, tp=2, sequence_parallel=True),
     mixed(dp=2, ep=2, cp=2, zero=3, recompute="full"),
     mixed(dp=2, ep=2, pp=2, zero=1, accumulation=4),
@@ -100,6 +108,27 @@ MOVING = {
     "expert_placement": AUTO,
 }
 SECOND = 2 * EVERY
+
+
+def phases_of_attempt(rank: int, world: int, **settings: Any) -> list[tuple[int, Phase]]:
+    """Train an attempt; return where its heartbeats said that this rank saves."""
+    beats: list[tuple[int, Phase]] = []
+
+    def beat(_: Heart, phase: Phase, step: int = 0, *__: Any) -> None:
+        beats.append((step, phase))
+
+    with patch.object(Heart, "beat", beat):
+        attempt_of(rank, world, **settings)
+    last = settings["config"].train.steps
+    return [(step, phase) for step, phase in beats if phase in (Phase.save, Phase.commit) and step < last]
+
+
+def order_at(path: Path, step: int) -> dict[str, list[int]]:
+    """Return the order of experts by layer that a checkpoint has, of those that had moved."""
+    manifest = catalog.read_manifest(open_storage(str(RunDir(path).checkpoints)), step)
+    return dict(manifest.state.get("experts", {}).get("order", {}))
+
+
 Run = tuple[Path, list[dict[str, str]]]
 
 
@@ -119,6 +148,22 @@ def test_what_is_computed_and_saved_knows_of_no_placement(ranks: Ranks, whole: R
     assert rows(whole[0]) == rows(fixed)
     for step in (EVERY, SECOND, STEPS):
         assert digest_at(whole[0], step) == digest_at(fixed, step)
+    # Each goes on as the other began.
+    begun = shutil.copytree(whole[0], tmp_path / "begun")
+    settings = {"checkpoint": {"async_save": True}}
+    auto, stays = (
+        with_steps(config_of(**{**MOVING, "expert_placement": how}, **settings), 2 * SECOND + 1)
+        for how in (AUTO, FIXED)
+    )
+    ranks(4).run(attempt_of, path=begun, attempt=1, config=stays)
+    phases = ranks(4).run(phases_of_attempt, path=fixed, attempt=1, config=auto)
+    assert [event["step"] for event in events_of(fixed, "experts_moved")] == [SECOND + EVERY]
+    assert [event["step"] for event in events_of(begun, "experts_moved")] == [EVERY, SECOND]
+    assert rows(fixed) == rows(begun)
+    assert digest_at(fixed, 2 * SECOND + 1) == digest_at(begun, 2 * SECOND + 1)
+    # Moving, and the first save after it, may take longer than any save that a hang's limit is learned from.
+    longer = [(step, phase) for step in (SECOND + EVERY, 2 * SECOND) for phase in (Phase.save, Phase.commit)]
+    assert phases == [longer] * 4
 
 
 def test_a_run_whose_experts_moved_goes_on_bit_for_bit_and_on_any_other_ranks(
@@ -128,13 +173,21 @@ def test_a_run_whose_experts_moved_goes_on_bit_for_bit_and_on_any_other_ranks(
     broken = tmp_path / "broken"
     until_killed = config_of(**MOVING, inject=kill_all(SECOND + 2))
     assert ranks(4).run(attempt_of, path=broken, attempt=0, config=until_killed) == [None] * 4
+    order = order_at(broken, SECOND)
+    assert order
     on_one = {key: value for key, value in MOVING.items() if key not in ("ep", "zero")}
-    others = {3: config_of(**{**MOVING, "ep": 3, "zero": 3}), 1: config_of(**on_one)}
-    for size, config in others.items():
+    # Ranks that share experts alike begin with those that they are said to have.
+    others = {
+        3: (config_of(**{**MOVING, "ep": 3, "zero": 3}), {}),
+        2: (config_of(**MOVING), order),
+        1: (config_of(**on_one), {}),
+    }
+    for size, (config, expected_order) in others.items():
         copy = tmp_path / f"on {size}"
         shutil.copytree(broken, copy)
         ranks(size).run(attempt_of, path=copy, attempt=1, config=config)
         assert (restored(copy)["step"], restored(copy)["digest"]) == (SECOND, digest_at(path, SECOND))
+        assert order_at(copy, STEPS) == expected_order
         losses = [row["loss"] for row in rows(copy)]
         assert losses == pytest.approx([row["loss"] for row in rows(path)], rel=2e-3)
     assert ranks(4).run(attempt_of, path=broken, attempt=1, config=config_of(**MOVING)) == expected

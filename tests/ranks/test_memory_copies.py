@@ -126,6 +126,18 @@ def test_a_lost_node_is_replaced_from_its_neighbours_memory_bit_for_bit(
     assert moved == ([0, 1] if "expert_placement" in settings else [])
 
 
+def test_copies_of_experts_that_had_moved_are_not_taken_for_others(
+    ranks: Ranks, nodes: list[Node], tmp_path: Path
+) -> None:
+    settings = {"num_experts": 5, "ep": 2, "zero": 1}
+    trained_until_lost(ranks(2), nodes, tmp_path, **settings, expert_placement=ExpertPlacement.auto)
+    folders = [node.store.folder for node in nodes[:2]]
+    assert None not in gone_on(ranks(2), tmp_path, folders, **settings)
+    event = restored(tmp_path)
+    assert (event["source"], event["step"]) == ("checkpoint", EVERY)
+    assert "its experts had moved between ranks" in event["not_from_memory"]
+
+
 def test_a_node_that_takes_over_its_neighbours_ranks_needs_no_network(
     ranks: Ranks, nodes: list[Node], tmp_path: Path
 ) -> None:
