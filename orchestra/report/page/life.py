@@ -1,4 +1,5 @@
-"""The life of a run for its page: attempts with what ended each and what that cost, checkpoints, lost nodes.
+"""The life of a run for its page: attempts with what ended each and what that cost, checkpoints, lost nodes,
+experts that moved.
 
 Pure: what it says comes from `orchestra.recovery`, the owner of history and accounts.
 """
@@ -15,7 +16,7 @@ from orchestra.report.run_state import failed_save, passed_over
 from orchestra.run.events import is_number, is_whole
 from orchestra.run.files import Record
 
-# Checkpoints that a page lists one by one, the newest of them.
+# Checkpoints, and moves of experts, that a page lists one by one, the newest of them.
 _MOST_CHECKPOINTS = 400
 _KINDS_OF_NODES = ("node_lost", "agent_lost")
 
@@ -165,6 +166,24 @@ def node_rows(events: Sequence[Record], began: float) -> list[Record]:
         for event in events
         if event["event"] in (*_KINDS_OF_NODES, "node_replaced", "node_unfit", "straggler_found")
     ]
+
+
+def expert_move_rows(events: Sequence[Record], began: float) -> list[Record]:
+    """Return a row for each time that experts moved to other ranks, the oldest first: after which step, how
+    many of how many layers, the bytes and seconds, and the load of the worst layer's busiest rank over the
+    mean one's, as it was and as it was expected to be.
+    """
+    columns = ("step", "experts", "layers", "bytes", "seconds", "load_before", "load_expected")
+    rows = [
+        {
+            "time_s": event["time"] - began,
+            "attempt": event["attempt"],
+            **{column: _number(event, column) for column in columns},
+        }
+        for event in events
+        if event["event"] == "experts_moved"
+    ]
+    return rows[-_MOST_CHECKPOINTS:]
 
 
 def _number(event: Mapping[str, Any], key: str) -> float | int | None:

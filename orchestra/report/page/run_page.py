@@ -20,7 +20,13 @@ from orchestra.report.attempts import ended_attempts, slow_ranks
 from orchestra.report.page import planned
 from orchestra.report.page.configurations import changes_between_attempts, flat_config, shown_overrides
 from orchestra.report.page.curves import curves, void_curve
-from orchestra.report.page.life import attempt_rows, checkpoint_rows, node_rows, passed_over_checkpoints
+from orchestra.report.page.life import (
+    attempt_rows,
+    checkpoint_rows,
+    expert_move_rows,
+    node_rows,
+    passed_over_checkpoints,
+)
 from orchestra.report.page.own_times import heat_map, slow_ones
 from orchestra.report.page.traces import trace_rows
 from orchestra.report.page.verdict import Facts, verdict
@@ -141,6 +147,7 @@ def run_page(files: RunFiles, now: float, page_folder: Path | None = None) -> Re
         "accounts": accounts.to_json(),
         "attempts": attempts,
         "nodes": node_rows(events, files.began),
+        "expert_moves": expert_move_rows(events, files.began),
         "heat": heat,
         "memory": None if config is None else planned.memory(config, files.rows),
         "checkpoints": checkpoints,

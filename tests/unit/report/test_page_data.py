@@ -15,6 +15,7 @@ from support.long_runs import BEGAN, RESTORE_S, START_S, STEP_S, lines, long_run
 from orchestra.report.page.configurations import changes_between_attempts, differing
 from orchestra.report.page.curves import MOST_ROWS, curves, thinned
 from orchestra.report.page.html_page import html_page
+from orchestra.report.page.life import expert_move_rows
 from orchestra.report.page.own_times import MOST_COLUMNS, heat_map, slow_ones
 from orchestra.report.page.run_page import read_run, run_page
 from orchestra.report.page.sweep_page import sweep_page
@@ -101,6 +102,14 @@ def test_a_lost_node_is_told_with_what_it_cost(long: RunDir) -> None:
     assert "1 node loss cost 5 min 40 s, 600 steps trained again" in page["verdict"]["sentence"]
     assert page["void"]["num_rows"] == 600
     assert page["nodes"][0]["host"] == "node2"
+
+
+def test_experts_that_moved_are_told_with_what_was_gained() -> None:
+    moved = {"step": 10, "experts": 4, "layers": 2, "bytes": 960, "seconds": 0.5}
+    loads = {"load_before": 1.5, "load_expected": 1.25}
+    told = {"event": "experts_moved", "time": BEGAN + 7, "attempt": 1, "rank": 0, **moved, **loads}
+    events = [{"event": "checkpoint_started", "time": BEGAN, "attempt": 1, "step": 10}, told]
+    assert expert_move_rows(events, BEGAN) == [{"time_s": 7, "attempt": 1, **moved, **loads}]
 
 
 def test_curves_are_thinned_and_keep_what_a_reader_looks_for() -> None:

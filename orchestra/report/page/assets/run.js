@@ -222,9 +222,15 @@ function attemptsSection(runs) {
       { key: "event", title: "event", isText: true, show: (value) => value.replaceAll("_", " ") },
       { key: "host", title: "node", isText: true }, { key: "rank", title: "rank", show: format.count }, { key: "what", title: "what", isText: true },
     ], run.nodes, { label: `Nodes of ${run.name}` })) : null;
+    const moves = run.expert_moves.length ? behind(`Experts that moved to other ranks (${run.expert_moves.length})`, () => table([
+      { key: "step", title: "after step", show: format.count }, { key: "time_s", title: "after", show: format.seconds },
+      { key: "experts", title: "experts", show: format.count }, { key: "layers", title: "of layers", show: format.count },
+      { key: "bytes", title: "bytes", show: format.bytes }, { key: "seconds", title: "took", show: format.seconds },
+      { key: "load_before", title: "busiest over mean", show: format.small }, { key: "load_expected", title: "expected after it", show: format.small },
+    ], run.expert_moves, { label: `Moves of experts of ${run.name}` })) : null;
     return el("figure", null, runs.length > 1 ? el("h3", null, run.name) : null, timelinePlot(run),
       legend([{ className: "p-restart", text: "starting" }, { className: "p-productive", text: "training" }]),
-      table(attemptColumns(), run.attempts, { label: `Attempts of ${run.name}` }), nodes);
+      table(attemptColumns(), run.attempts, { label: `Attempts of ${run.name}` }), nodes, moves);
   });
   return section("attempts", "Attempts and incidents", parts);
 }
