@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from conf.schema import Config, ContextMethod, Family, MoeBalance, Offload
+from conf.schema import CheckpointConfig, Config, ContextMethod, ExpertPlacement, Family, MoeBalance, Offload
 from orchestra.config.keys import shown
 from orchestra.config.machine import Situation
 from orchestra.sizes.topology import divisors, listed
@@ -51,6 +51,24 @@ def rule_experts(config: Config, _: Situation) -> Iterator[str]:
     for key, (value, usual) in dense_only.items():
         if value is not usual:
             yield f"{key}={shown(value)} is not planned for mixtures of experts; use {key}={shown(usual)}"
+
+
+def rule_expert_placement(config: Config, _: Situation) -> Iterator[str]:
+    """Experts move between ranks that share them out, at saves."""
+    if config.parallelism.expert_placement is not ExpertPlacement.auto:
+        return
+    checkpoint, ep = config.checkpoint, config.parallelism.ep
+    if ep <= 1:
+        yield (
+            f"parallelism.expert_placement=auto with parallelism.ep={ep}: each rank has all experts and none "
+            "can move; use expert_placement=fixed, or a mixture with parallelism.ep=2 or more"
+        )
+    if checkpoint.every_steps is None and checkpoint.every_s is None:
+        yield (
+            "parallelism.expert_placement=auto with checkpoint.every_steps=null: experts move at saves, and "
+            f"there are none; give checkpoint.every_steps, such as {CheckpointConfig.every_steps}, or use "
+            "parallelism.expert_placement=fixed"
+        )
 
 
 def rule_expert_groups(config: Config, _: Situation) -> Iterator[str]:

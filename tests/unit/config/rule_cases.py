@@ -149,6 +149,11 @@ rule_experts
     model.num_experts=4  model.num_experts_per_tok=5 -> per_tok=5 is more than | use at most 4
     model.num_experts=4  model.first_k_dense_replace=4 -> first_k_dense_replace=4 leaves no mixture
     model.num_experts=4  model.block=mine -> model.num_experts=4 with model.block=mine | own feed-forward
+rule_expert_placement
+    parallelism.expert_placement=auto -> parallelism.ep=1 | use expert_placement=fixed
+    parallelism.expert_placement=auto  model.num_experts=4 -> parallelism.ep=1 | ep=2 or more
+    parallelism.expert_placement=auto  model.num_experts=4  parallelism.ep=2  checkpoint.every_steps=null
+        -> every_steps=null: experts move at saves | give checkpoint.every_steps
 rule_expert_groups
     model.num_experts=6  model.n_group=4 -> n_group=4 does not divide model.num_experts=6; use 1, 2, 3 or 6
     model.num_experts=8  model.n_group=2  model.topk_group=3 -> topk_group=3 is more than model.n_group=2
