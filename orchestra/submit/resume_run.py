@@ -38,7 +38,7 @@ from orchestra.run.files import Record, write_atomically
 from orchestra.run.paths import RunDir, SweepDir, read_sweep
 from orchestra.run.permissions import close_to_others, open_to_group
 from orchestra.run.planned_faults import still_to_come
-from orchestra.run.record import RunPhase, fallback_place, jobs_of, read_record, write_record
+from orchestra.run.record import RunPhase, change_record, fallback_place, jobs_of, read_record
 from orchestra.run.run_lineage import lineage_of, newest_checkpoint
 from orchestra.submit.claims import is_held, next_attempt_number, read_claim, take, take_turn
 from orchestra.submit.fair.predecessors import Following, following, has_begun, predecessors_in
@@ -345,7 +345,9 @@ def claim(plan: ResumePlan, command: Sequence[str]) -> None:
         _freeze(plan)
         record_resume(plan, command)
     except OSError as error:
-        raise ConfigError(f"{run.path}: cannot be written: {error.strerror}; nothing was started") from error
+        raise ConfigError(
+            f"{run.path}: cannot be read or written: {error.strerror}; nothing was started"
+        ) from error
 
 
 def _await_end_of_orphans(run: RunDir) -> None:
@@ -378,8 +380,6 @@ def _freeze(plan: ResumePlan) -> None:
 
 def record_resume(plan: ResumePlan, command: Sequence[str]) -> None:
     """Write into the run's record who goes on with it, how, and with which code."""
-    record = read_record(plan.run)
-    resumes = record.get("resumes")
     entry = {
         "attempt": plan.number,
         "time": time.time(),
@@ -388,8 +388,12 @@ def record_resume(plan: ResumePlan, command: Sequence[str]) -> None:
         "command": list(command),
         "code_revision": code_revision(),
     }
-    resumes = [*(resumes if isinstance(resumes, list) else []), entry]
-    write_record(plan.run, {**record, "resumes": resumes})
+
+    def with_entry(record: Record) -> Record:
+        resumes = record.get("resumes")
+        return {**record, "resumes": [*(resumes if isinstance(resumes, list) else []), entry]}
+
+    change_record(plan.run, with_entry)
 
 
 @dataclass(frozen=True)
@@ -460,7 +464,7 @@ def submit_resume(plan: ResumeJob, command: Sequence[str]) -> str:
         raise LaunchError(f"{error}; nothing was submitted") from error
     except OSError as error:
         raise ConfigError(
-            f"{run.path}: cannot be written: {error.strerror}; nothing was submitted"
+            f"{run.path}: cannot be read or written: {error.strerror}; nothing was submitted"
         ) from error
 
 
@@ -490,7 +494,7 @@ def _replace(plan: ResumeJob, undo: ExitStack) -> None:
     _freeze(plan.next)
     write_atomically(run.batch_script, plan.script())
     # No process of this machine leads it.
-    write_record(run, {**read_record(run), "pid": None, "pid_started": None})
+    change_record(run, lambda record: {**record, "pid": None, "pid_started": None})
 
 
 def _restorer(file: Path) -> Callable[[], None]:

@@ -215,6 +215,6 @@ def test_failures_that_were_rehearsed_before_are_dropped(run: RunDir) -> None:
 def test_a_full_disk_is_an_error_and_leaves_the_configuration(run: RunDir) -> None:
     plan, before = planned(run, "train.steps=70"), run.config.read_text()
     run.control.write_text("")
-    with pytest.raises(ConfigError, match="cannot be written"):
+    with pytest.raises(ConfigError, match="cannot be read or written"):
         claim(plan, [])
     assert run.config.read_text() == before
