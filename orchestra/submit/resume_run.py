@@ -110,7 +110,7 @@ def plan_resume(
     answer = answer or SchedulerAnswer(None, number_of_jobs(run))
     _refuse_being_submitted(run, now)
     events = read_events(run)
-    state = _state(read_ending(run, events, now)[0], events, answer.state)
+    state = read_ending(run, events, now)[0] if answer.state is None else answer.state.state
     if state in _OF_A_JOB and answer.state is not None:
         raise ConfigError(_has_job(run, answer.state))
     if state in _ALIVE and not _is_started_by_parent(run, state):
@@ -166,16 +166,6 @@ def ask_scheduler(run: RunDir, now: float) -> SchedulerAnswer:
             f"no more"
         )
     return SchedulerAnswer(state, num_jobs)
-
-
-def _state(own: RunPhase, events: list[Record], answer: RunState | None) -> RunPhase:
-    """Return a run's state; of an attempt in the foreground Slurm knows nothing."""
-    if answer is None:
-        return own
-    last = last_attempt(events)
-    starts = [event for event in events if event["event"] == "attempt_started" and event["attempt"] == last]
-    is_in_foreground = bool(starts) and "job" not in starts[-1]
-    return own if own in _ALIVE and is_in_foreground and answer.state not in _OF_A_JOB else answer.state
 
 
 def _is_started_by_parent(run: RunDir, state: RunPhase) -> bool:
