@@ -266,7 +266,8 @@ class Leader:
         context, number = self._context, order.number + 1
         members = {node: it for node, it in living(context, order).items() if node not in lost}
         excluded = choose_nodes.excluded_hosts(read_events(context.run), context.scheduler.facts())
-        nodes = choose_nodes.resized(order, members, context.config, self._preflight.listed, excluded)
+        config = choose_nodes.of_next_attempt(context.config, context.run)
+        nodes = choose_nodes.resized(order, members, config, self._preflight.listed, excluded)
         there, now = len(order.nodes), 0 if nodes is None else len(nodes)
         action = Action.grow if now > there else Action.shrink if nodes else Action.requeue
         reason = f"{now} nodes instead of {there}" if nodes else "too few nodes stay"
@@ -306,7 +307,8 @@ class Leader:
         context.say(f"{decision.action.name}: {decision.reason}")
         listed = self._preflight.listed
         excluded = choose_nodes.excluded_hosts(events, context.scheduler.facts())
-        nodes = choose_nodes.next_nodes(order, decision, members, context.config, listed, excluded)
+        config = choose_nodes.of_next_attempt(context.config, context.run)
+        nodes = choose_nodes.next_nodes(order, decision, members, config, listed, excluded)
         if decision.action is Action.requeue or nodes is None:
             self._requeue(number, decision, verdict, record, lost)
             return

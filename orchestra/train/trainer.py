@@ -56,6 +56,7 @@ from orchestra.run.secret import key_of_attempt
 from orchestra.run.step_times import StepTimesFile
 from orchestra.sizes.flops import head_dim, num_active_parameters, num_parameters
 from orchestra.sizes.step_shares import Part
+from orchestra.sizes.topology import batch_problems
 from orchestra.train.build import (
     BuiltModel,
     build_callbacks,
@@ -326,6 +327,9 @@ def assemble(config: Config, mesh: Mesh, ranks: RankEnvironment, rank: RankAttem
     before_steps.enter(Phase.restore)
     begin = checkpoints.begin(lambda: before_steps.enter(Phase.restore))
     _refuse_past_end(config.train.steps, begin)
+    if problems := list(batch_problems(config.train, mesh.layout.dp, begin.step)):
+        # It goes back further than its records said, into a batch that was over.
+        raise ConfigError(problems)
     loader = build_loader(config, mesh, built.batches, begin.step, begin.samples, begin.left_out)
     stopping = _stopping(config, mesh, peers, rank)
     events_of_rank_0 = rank.events if mesh.rank == 0 else None

@@ -15,7 +15,14 @@ from collections.abc import Collection, Iterable, Mapping
 from launchers import LauncherError
 from launchers.node_group import GroupMember, Order
 from orchestra.agents.attempt_record import AttemptRecord
-from orchestra.agents.choose_nodes import LEAVES, excluded_hosts, gives_layout, is_fit, resized
+from orchestra.agents.choose_nodes import (
+    LEAVES,
+    excluded_hosts,
+    gives_layout,
+    is_fit,
+    of_next_attempt,
+    resized,
+)
 from orchestra.agents.context import AgentContext
 from orchestra.agents.growth.wanted_nodes import WantedNodes
 from orchestra.run.control import stop_requests
@@ -68,7 +75,7 @@ class Resize:
 
     def _grow(self) -> None:
         context, order = self._context, self._order
-        alive, config = living(context, order), context.config
+        alive, config = living(context, order), of_next_attempt(context.config, context.run)
         there, wanted = len(order.nodes), config.cluster.nodes
         num_coming = sum(node not in order.nodes and self._is_of_use(alive[node]) for node in alive)
         counts = range(1, wanted - there + 1)
