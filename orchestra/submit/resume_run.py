@@ -133,7 +133,7 @@ def plan_resume(
             _refuse_lost_fallback(run, before, config, lineage_of(events))
     plan = ResumePlan(run, number, before, config, tuple(overrides), step, last, is_finished, answer.num_jobs)
     if not is_finished:
-        plan.changes.refuse_other_past()
+        plan.changes.refuse_other_past(run)
         plan.changes.refuse_jump(accepts_jump)
     return plan
 

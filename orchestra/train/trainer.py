@@ -326,10 +326,7 @@ def assemble(config: Config, mesh: Mesh, ranks: RankEnvironment, rank: RankAttem
     checkpoints = build_checkpoints(config, context, state, copies, faults.strike)
     before_steps.enter(Phase.restore)
     begin = checkpoints.begin(lambda: before_steps.enter(Phase.restore))
-    _refuse_past_end(config.train.steps, begin)
-    if problems := list(batch_problems(config.train, mesh.layout.dp, begin.step)):
-        # It goes back further than its records said, into a batch that was over.
-        raise ConfigError(problems)
+    _refuse_begin(config.train, mesh.layout.dp, begin)
     loader = build_loader(config, mesh, built.batches, begin.step, begin.samples, begin.left_out)
     stopping = _stopping(config, mesh, peers, rank)
     events_of_rank_0 = rank.events if mesh.rank == 0 else None
@@ -422,12 +419,15 @@ def _stopping(config: Config, mesh: Mesh, peers: Peers, rank: RankAttempt) -> St
     return Stopping(peers, RequestWatch(rank.run, rank.attempt), clock)
 
 
-def _refuse_past_end(last_step: int, begin: Position) -> None:
-    if begin.step > last_step:
+def _refuse_begin(train: TrainConfig, dp: int, begin: Position) -> None:
+    if begin.step > train.steps:
         raise UnusableCheckpointError(
-            f"the newest checkpoint is of step {begin.step}, and train.steps={last_step} ends before it; use "
-            f"more than {begin.step}, or another checkpoint.dir"
+            f"the newest checkpoint is of step {begin.step}, and train.steps={train.steps} ends before it; "
+            f"use more than {begin.step}, or another checkpoint.dir"
         )
+    # It may go back further than its records say, into a batch of a ramp that was over.
+    if problems := list(batch_problems(train, dp, begin.step)):
+        raise ConfigError(problems)
 
 
 def _profiler(

@@ -296,7 +296,9 @@ def _resumed_member(existing: MemberRun, changes: MemberChanges) -> ResumedMembe
         step = None if is_new else newest_checkpoint(read_events(run))
         situation = replace(changes.situation, from_step=step or 0)
         config = changed_config(frozen, changes.overrides, situation)
-        ResumeChanges(frozen, config, step).refuse_jump(changes.accepts_jump)
+        ways = ResumeChanges(frozen, config, step)
+        ways.refuse_other_past(run)
+        ways.refuse_jump(changes.accepts_jump)
     return ResumedMember(member, number, config, is_new, existing.num_jobs)
 
 
