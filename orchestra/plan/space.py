@@ -21,13 +21,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from conf.schema import Config, ContextMethod, Offload, PipelineSchedule, Recompute
+from conf.schema import Config, ContextMethod, Offload, PipelineSchedule, Recompute, TrainConfig
 from orchestra.plan.assemble import case_of
 from orchestra.plan.case import PlanCase
 from orchestra.plan.frameworks import OWN
 from orchestra.sizes.flops import head_splits, tensor_splits
 from orchestra.sizes.pipeline_schedule import shape_of_pipeline
-from orchestra.sizes.topology import Layout, batch_ramp, divisors
+from orchestra.sizes.topology import Layout, divisors, rank_share
 
 ZERO_STAGES = (0, 1, 2, 3)
 # What a search turns, by its key in a configuration. Data parallelism takes what the other axes leave.
@@ -254,13 +254,17 @@ def space_of(config: Config, framework_name: str, num_sequences: int, fixed: Fix
     """
     given = config.parallelism
     whole = replace(given, dp="auto", tp=1, pp=1, cp=1, ep=1, zero=0, shard_degree=None, stages=None)
-    sizes = [stage.global_batch_size for stage in batch_ramp(config.train).stages[:-1]]
     train = replace(config.train, global_batch_size=None, global_batch_tokens=None, batch_ramp=[])
     train = replace(train, micro_batch_size=1)
     # What is recomputed is chosen for all layers alike.
     train = replace(train, recompute_budget_gib=None, recompute_every=1)
     base = case_of(replace(config, parallelism=whole, train=train), framework_name)
-    return Space(base, num_sequences, fixed, common_sequences=math.gcd(*sizes))
+    return Space(base, num_sequences, fixed, common_sequences=common_sequences(config.train))
+
+
+def common_sequences(train: TrainConfig) -> int:
+    """Return what the batches of a ramp have in common, which dp × micro-batch divides; 0 without one."""
+    return rank_share(train, 1) if train.batch_ramp else 0
 
 
 def values_of(space: Space) -> dict[str, list[Value]]:

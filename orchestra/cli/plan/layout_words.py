@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from conf.schema import ModelConfig, PipelineSchedule, Recompute
+from conf.schema import ModelConfig, PipelineSchedule, Recompute, TrainConfig
 from orchestra.cli.text import figures
+from orchestra.cli.text.describe import ramp_lines
 from orchestra.plan.case import PlanCase
 from orchestra.plan.explain import MEMORY, PARTS, Bound
 from orchestra.plan.frameworks import OWN
@@ -58,6 +59,15 @@ def model(config: ModelConfig) -> str:
     """Return a model's name and size: of a mixture of experts also what one token goes through."""
     active = f", {num_active_parameters(config):,} active" if config.num_experts else ""
     return f"{config.name}: {num_parameters(config):,} parameters{active}"
+
+
+def batch(train: TrainConfig, num_sequences: int) -> list[str]:
+    """Return what a step trains on, which of a ramp is its last batch, and how it gets there."""
+    num_tokens = num_sequences * train.seq_len
+    lines = [*ramp_lines(train), f"batch   {num_sequences:,} × {train.seq_len:,} = {num_tokens:,} tokens"]
+    if train.batch_ramp:
+        lines.append("        the last of the ramp: times and memory are of it")
+    return [part for line in lines for part in figures.wrapped(line, indent=" " * 8)]
 
 
 def gib(num_bytes: float) -> str:

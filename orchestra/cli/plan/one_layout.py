@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from conf.schema import Config, LauncherName, ModelConfig
+from conf.schema import Config, LauncherName, ModelConfig, TrainConfig
 from launchers import LauncherError
 from launchers.slurm.switches import fabric
 from orchestra.cli.plan import case_for, configuration, goodput_mode, layout_words, print_result
@@ -80,7 +80,7 @@ def run(arguments: Namespace) -> int:
 
 def _lines(config: Config, prediction: Prediction) -> list[str]:
     return [
-        *header(prediction.case),
+        *header(config.train, prediction.case),
         *_about_block(prediction.case.model),
         "",
         *_memory(prediction),
@@ -135,19 +135,18 @@ def _sources(case: PlanCase) -> list[str]:
     ]
 
 
-def header(case: PlanCase) -> list[str]:
-    """Return what is predicted: model, layout, batch and devices."""
+def header(train: TrainConfig, case: PlanCase) -> list[str]:
+    """Return what is predicted: model, layout, batch and devices. Of a ramp it is its last batch."""
     model, mesh = case.model, case.layout
     used = [*layout_words.degrees(mesh), *layout_words.zero(case)]
     used += ["sequence parallel"] if case.sequence_parallel and mesh.tp > 1 else []
-    size = case.tokens_per_step // case.seq_len
     parts = f"micro-batch {case.micro_batch_size} × accumulation {case.accumulation} × dp {mesh.dp}"
     nodes = f"{case.num_nodes} node{'s' if case.num_nodes > 1 else ''}"
     return [
         f"model   {layout_words.model(model)}, {case.precision.value}",
         f"layout  {', '.join(used)}",
         *(f"        schedule {words}" for words in layout_words.schedule(case)),
-        f"batch   {size:,} × {case.seq_len:,} = {case.tokens_per_step:,} tokens",
+        *layout_words.batch(train, case.tokens_per_step // case.seq_len),
         f"        {parts}, recompute {case.recompute.value}",
         f"device  {mesh.world_size:,} × {case.device.name} on {nodes}",
         *axis_links.lines(
