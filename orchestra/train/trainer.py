@@ -284,6 +284,7 @@ class Trainer:
             recent_losses=() if spikes is None else tuple(spikes.recent),
             fp8_sizes={} if history is None else history.state,
             callbacks={} if self.metrics is None else self.metrics.callbacks.states(),
+            noise=() if self.noise is None or self.metrics is None else self.noise.measured,
         )
 
     def stop_threads(self) -> None:
@@ -337,7 +338,7 @@ def assemble(config: Config, mesh: Mesh, ranks: RankEnvironment, rank: RankAttem
     replay = build_replay(config, mesh, built, peers, events_of_rank_0, begin, rank.attempt)
     guard = _nonfinite_guard(config, built, rank.events, begin)
     sources = build_source_losses(loader.source, built.parallelized.model, mesh)
-    noise = build_noise_scale(config.train, built.parallelized, built.batches, mesh)
+    noise = build_noise_scale(config.train, built.parallelized, built.batches, mesh, begin.noise)
     used = (step_times, heartbeat, faults, profiler, replay, sources, noise, copies, ledger, guard)
     hooks = StepHooks(used)
     step = build_step(config, mesh, built, hooks, begin.loss_scale, begin.recent_losses, begin.fp8_sizes)
