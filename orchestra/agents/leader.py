@@ -162,6 +162,10 @@ class Leader:
         hosts = [host_of(order, node) for node in order.nodes]
         spec = launch_spec(config, context.run, attempt)
         facts = {"crew": self._group.folder.name, **context.scheduler.facts()}
+        # What is paid for: nodes that stand by, or that a layout has no place for, are held too.
+        held = len(living(context, order))
+        if held > 1 or not context.is_alone:
+            facts["nodes_held"] = held
         write_started(record, config, spec, hosts=hosts, **facts)
         if not (context.is_alone and order.number == 0):
             context.say(f"attempt {attempt} on {', '.join(hosts)}")

@@ -319,7 +319,8 @@ def used_lines(used: Spending) -> list[str]:
     known: list[str] = []
     unknown: dict[str | None, list[str]] = {}
     if used.gpu_hours is not None:
-        known.append(f"{used.gpu_hours:.2f} GPU-hours")
+        idle = f", {used.idle_gpu_hours:.2f} of them idle" if used.idle_gpu_hours else ""
+        known.append(f"{used.gpu_hours:.2f} GPU-hours{idle}")
     else:
         unknown.setdefault(used.no_gpu_hours, []).append("GPU-hours")
     if used.cost is not None:
