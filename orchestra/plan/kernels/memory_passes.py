@@ -17,7 +17,6 @@ fp8 rounds inputs, weights and gradients of products: see `rounding_bytes`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 from conf.schema import Family, PrecisionName, Scaling
 from orchestra.plan.case import PlanCase
@@ -30,9 +29,6 @@ from orchestra.sizes.memory import loss_chunk_tokens
 STREAM_SHARE = 0.67
 # The share of a step in which the device works; from the same traces, 0.97 to 0.99.
 BUSY_SHARE = 0.98
-# A tile of a product takes so much longer, in numbers of the dim along which it sums, to load its first
-# blocks and write its result. Set on the products alone of three models on one H200 (738, 714, 651 TFLOP/s).
-TILE_ENDS = 192
 _COMPILED, _EAGER = (20, 4, 8), (40, 22, 16)
 # GELU in the place of rotary positions and SwiGLU: forward 2, backward 3, and the bias's gradient.
 _GELU = 6
@@ -106,15 +102,6 @@ def loss_bytes(case: PlanCase) -> float:
         moved += tokens.count * words + activation * tokens.count * model.hidden_size
         moved += weight * words * model.hidden_size
     return moved
-
-
-def tile_ends(case: PlanCase, matrices: Iterable[tuple[float, float]]) -> float:
-    """Return how much longer the three products of some matrices [inputs, outputs] take for `TILE_ENDS`: they
-    sum along the inputs, the outputs, and the tokens.
-    """
-    sizes = list(matrices)
-    ends = sum(n * m * (1 / n + 1 / m + 1 / case.tokens.count) / 3 for n, m in sizes)
-    return 1 + TILE_ENDS * ends / sum(n * m for n, m in sizes)
 
 
 def layer_matrices(case: PlanCase) -> list[tuple[float, float]]:
