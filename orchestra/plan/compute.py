@@ -343,7 +343,9 @@ def _gathered_parameters(case: PlanCase, busy: float) -> float:
     width = gathered = float(case.tokens.width_bytes)
     if case.is_counted_in_full and case.gathers_fp8:
         gathered -= 1 - 2 * case.options.fp8_bf16_blocks / case.model.num_hidden_layers
-    moved = 2 * sharded_s(case, held, gathered) + sharded_s(case, held, width)
+    # Experts travel in 16 bits.
+    fewer = RankElements(held.dense * gathered / width, held.experts)
+    moved = 2 * sharded_s(case, fewer, width) + sharded_s(case, held, width)
     hidden = busy * (1 - case.framework.exposed_reduction)
     return max(case.framework.exposed_reduction * moved, moved - hidden)
 

@@ -242,9 +242,11 @@ def other_schedules(case: PlanCase) -> Iterator[PlanCase]:
 
 
 def within(degree: int | None, mesh: MeshDegrees) -> int | None:
-    """Return a shard degree as it is on a mesh: None, all ranks, where it does not divide them or is all."""
-    ranks = mesh.dp * mesh.cp
-    return None if degree is None or ranks % degree or degree >= ranks else degree
+    """Return a shard degree as it is on a mesh: None, all ranks, where it does not divide them or is all, or
+    where its ranks would not have all experts.
+    """
+    ranks, least = mesh.dp * mesh.cp, mesh.ep * mesh.cp if mesh.ep > 1 else 1
+    return None if degree is None or ranks % degree or degree >= ranks or degree % least else degree
 
 
 def space_of(config: Config, framework_name: str, num_sequences: int, fixed: Fixed) -> Space:
