@@ -41,6 +41,7 @@ from orchestra.run.planned_faults import still_to_come
 from orchestra.run.record import RunPhase, fallback_place, jobs_of, read_record, write_record
 from orchestra.run.run_lineage import lineage_of, newest_checkpoint
 from orchestra.submit.claims import is_held, next_attempt_number, read_claim, take, take_turn
+from orchestra.submit.fair.predecessors import Following, following, has_begun, predecessors_in
 from orchestra.submit.hand_over import RunLedger, hand_over
 from orchestra.submit.job import Share
 from orchestra.submit.job_record import add_intent, intent, number_of_jobs
@@ -412,10 +413,20 @@ class ResumeJob:
         return self.job.script()
 
 
-def resume_job(plan: ResumePlan, share: Share) -> ResumeJob:
-    """Return the job of a run that goes on. Starts and writes nothing."""
-    numbering = Numbering(plan.run.name, user_name(), time.time())
+def resume_job(plan: ResumePlan, share: Share, following: Following | None = None) -> ResumeJob:
+    """Return the job of a run that goes on, or that is still to begin after others. Starts and writes
+    nothing.
+    """
+    numbering = Numbering(plan.run.name, user_name(), time.time(), following=following or Following())
     return ResumeJob(plan, job_of_run(plan.config, plan.run, share, numbering))
+
+
+def following_still(run: RunDir, now: float, *, is_dry: bool = False) -> Following:
+    """Return what a run waits for that has not begun and is to begin after others. Raises as `following`
+    does.
+    """
+    predecessors = () if has_begun(run) else predecessors_in(read_record(run))
+    return following(predecessors, now, is_dry=is_dry) if predecessors else Following()
 
 
 def submit_resume(plan: ResumeJob, command: Sequence[str]) -> str:
