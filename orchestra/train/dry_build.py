@@ -34,6 +34,7 @@ from torch.utils._pytree import tree_leaves
 
 from conf.schema import Config, Offload, PipelineSchedule
 from orchestra.errors import ConfigError
+from orchestra.model.initial import fakes_on_gpu
 from orchestra.model.logits import CompiledPasses
 from orchestra.parallel.mesh import Mesh, make_mesh
 from orchestra.precision.policies import policy
@@ -219,7 +220,7 @@ def exact_bytes(config: Config, world_size: int, rank: int = 0, *, as_gpu: bool 
         # A GPU's attention needs no mask to stay inside of documents.
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, document_masks=False))
         config = _with_chunk_of_gpu(config, layout(config.parallelism, world_size))
-    with _one_of(world_size, rank, config) as mesh:
+    with _one_of(world_size, rank, config) as mesh, fakes_on_gpu(is_wanted=as_gpu):
         mesh = dataclasses.replace(mesh, counts_as_gpu=as_gpu)
         moment = _FirstBackward()
         training = build_training(config, mesh, StepHooks((moment,)))
