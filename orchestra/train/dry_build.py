@@ -42,7 +42,7 @@ from orchestra.run.config_file import read_config
 from orchestra.run.heartbeat import Phase
 from orchestra.sizes.compilation import is_wanted
 from orchestra.sizes.memory import chunk_tokens, logit_bytes
-from orchestra.sizes.pipeline_check import fewer_micro_batches
+from orchestra.sizes.pipeline_check import fewer_micro_batches, held_states
 from orchestra.sizes.pipeline_schedule import pipeline_shape
 from orchestra.sizes.topology import Layout, batch_shape, layout
 from orchestra.train.build import Training, build_training
@@ -52,6 +52,7 @@ from orchestra.train.watch.replay import rehearse
 _FAKE_GROUP = "torch.testing._internal.distributed.fake_pg"
 # The second one adds to the first one's gradients; more of them need no more.
 _MICRO_BATCHES = 2
+_TAKING_TURNS = 2
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,13 @@ def enough_micro_batches(config: Config, accumulation: int) -> int:
     kind = config.parallelism.schedule
     if kind is PipelineSchedule["afab"]:
         return accumulation
-    return fewer_micro_batches(kind, pipeline_shape(config.parallelism), accumulation)
+    shape = pipeline_shape(config.parallelism)
+    as_many = fewer_micro_batches(kind, shape, accumulation)
+    filling = [
+        num for num in range(1, as_many) if held_states(kind, shape, num) == held_states(kind, shape, as_many)
+    ]
+    # After those that fill the pipeline some take turns in it: what arrives is then on its way beside them.
+    return next((num for num in filling if num >= filling[0] + _TAKING_TURNS), as_many)
 
 
 def take_step(training: Training, mesh: Mesh, step: int, num_micro_batches: int) -> None:

@@ -131,7 +131,9 @@ def ask(typed: list[str]) -> SearchRequest:
         # What is trained on is up to whoever submits: planning alone needs none.
         overrides=tuple(each for each in overrides if each in typed or each != "data=stdlib"),
         num_sequences=global_batch_size(free, world_size(config) or 1),
-        is_batch_assumed=not (given.train.global_batch_size or given.train.global_batch_tokens),
+        is_batch_assumed=not (
+            given.train.global_batch_size or given.train.global_batch_tokens or given.train.batch_ramp
+        ),
         fixed=_fixed(config, checked),
         broken=broken,
     )

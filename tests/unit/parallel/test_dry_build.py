@@ -88,6 +88,7 @@ def test_every_parallel_preset_builds_at_its_real_size(preset: str) -> None:
     "overrides",
     [
         *([f"experiment={name}"] for name in ("llama3_8b", "llama3_70b", "llama_1b", "llama_125m")),
+        *([f"experiment={name}"] for name in ("mixtral_8x7b", "qwen3_30b_a3b", "deepseek_v3")),
         ["experiment=llama3_70b", "parallelism=tp8_pp4"],
     ],
     ids="+".join,

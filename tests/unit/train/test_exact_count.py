@@ -176,6 +176,22 @@ def test_closed_forms_meet_the_count_of_mixtures(model: tuple[str, ...], choice:
     assert_alike(*both(*model, *choice, as_gpu=False))
 
 
+@pytest.mark.parametrize(
+    ("model", "choice"),
+    [
+        (QWEN3_MOE, ("parallelism=zero3", "parallelism.ep=4")),
+        (DEEPSEEK_V3, ("parallelism=zero1",)),
+        (DEEPSEEK_V3, ("parallelism=tp2", "parallelism.ep=2", "train.recompute=selective")),
+    ],
+    ids=["qwen3-moe", "deepseek-v3", "deepseek-v3-tp"],
+)
+def test_mixtures_are_counted_with_the_kernels_of_a_gpu(
+    model: tuple[str, ...], choice: tuple[str, ...]
+) -> None:
+    """All experts in one product, and attention over latents without scores."""
+    assert_alike(*both(*model, *choice, "precision=bf16"))
+
+
 def test_a_second_step_of_zero_2_keeps_what_the_first_one_made() -> None:
     own, counted = both(*WORDS, "parallelism=zero2", "precision=bf16", "train.global_batch_size=16")
     assert counted.later_steps > counted.first_step
