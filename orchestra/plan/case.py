@@ -127,7 +127,7 @@ def held_of_layer(model: ModelConfig, layout: Layout) -> RankElements:
 
 
 def most_experts(model: ModelConfig, ep: int) -> float:
-    """Return the experts of the rank that has the most over those of the mean one: 1 where `ep` divides them."""
+    """Return the experts of the rank that has the most over those of the mean one; 1 without any."""
     return math.ceil(model.num_experts / ep) * ep / model.num_experts if model.num_experts else 1.0
 
 

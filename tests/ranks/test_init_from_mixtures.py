@@ -1,5 +1,5 @@
-"""Mixtures that start from Hugging Face's weights on ranks that share out experts, heads and states: the bits of
-one rank, read as seldom as can be, and the same files when they are exported again.
+"""Mixtures that start from Hugging Face's weights on ranks that share out experts, heads and states: the bits
+of one rank, read as seldom as can be, and the same files when they are exported again.
 """
 
 from __future__ import annotations

@@ -108,7 +108,12 @@ def test_ranks_may_have_unequal_numbers_of_experts_in_orchestras_trainer_alone()
     uneven: dict[str, object] = {"num_gpus": 24, "dp": 24, "zero": 1}
     own = mixture(framework="orchestra", **uneven)
     assert {mesh.ep for mesh in Space(own, 48, Fixed(tp=1, pp=1, cp=1)).meshes()} == {1, 2, 3, 4, 6, 8}
-    assert {mesh.ep for mesh in Space(mixture(**uneven), 48, Fixed(tp=1, pp=1, cp=1)).meshes()} == {1, 2, 4, 8}
+    assert {mesh.ep for mesh in Space(mixture(**uneven), 48, Fixed(tp=1, pp=1, cp=1)).meshes()} == {
+        1,
+        2,
+        4,
+        8,
+    }
     thirds, even = (replace(own, layout=replace(own.layout, ep=ep)) for ep in (3, 1))
     most = held_of_layer(own.model, thirds.layout).experts / held_of_layer(own.model, even.layout).experts
     assert most == pytest.approx(3 / 8)
