@@ -108,7 +108,7 @@ def causal_attention(q_BSHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, documents: 
     if documents is not None:
         return attend_within(q_BSHD, k_BSKD, v_BSKD, documents)
     if q_BSHD.shape[-1] != v_BSKD.shape[-1] and is_fake(q_BSHD) and takes_gpu_kernels(q_BSHD):
-        # Torch would choose by the device that is not there: one without a kernel for values of another width.
+        # Torch would choose by the device, which is not there: a way without a kernel for such widths.
         heads = (each.transpose(1, 2) for each in (q_BSHD, k_BSKD, v_BSKD))
         out_BHSD: Tensor = _KERNEL_OF_LATENTS(*heads, None, True, is_causal=True)[0]
         return out_BHSD.transpose(1, 2)

@@ -147,7 +147,8 @@ def test_real_and_forced_routing_are_told_apart(plan: PlanCommand) -> None:
     assert theirs["routing"]["counted"] == "forced-balanced"
     assert theirs["routing"]["step_time_s"]["real routing"] is None
     assert plan.facts("model=llama_1b", "cluster.nodes=1")["routing"] is None
-    assert "experts in fp16 are counted" in plan.text(*typed, "precision=fp16")
+    in_fp16 = [word.replace("bf16", "fp16") for word in typed]
+    assert "experts in fp16 are counted" in plan.text(*in_fp16)
 
 
 @pytest.mark.parametrize(
