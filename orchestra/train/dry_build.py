@@ -30,7 +30,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from conf.schema import Config, Offload, PipelineSchedule
 from orchestra.errors import ConfigError
@@ -218,7 +217,8 @@ class ExactBytes:
 
 
 def exact_bytes(config: Config, world_size: int, rank: int = 0, *, as_gpu: bool = False) -> ExactBytes:
-    """Build one rank of `world_size` ranks, take two steps and count; `as_gpu`: as it would be on a GPU.
+    """Build one rank of `world_size` ranks, take a step or two and count both; `as_gpu`: as it would be on a
+    GPU.
 
     For a process that has joined no process group. Raises ConfigError where the degrees do not multiply out,
     or a budget for activations is too small.
@@ -243,9 +243,19 @@ def exact_bytes(config: Config, world_size: int, rank: int = 0, *, as_gpu: bool 
                 with watched.by(live, before):
                     take_step(training, mesh, step, enough)
                 peaks.append(live.most)
+                if _repeats_itself(config):
+                    peaks.append(live.most_again())
+                    break
         # A pipeline's ranks keep what several micro-batches need, most of them without a loss.
         activations = moment.at_first if mesh.layout.pp > 1 else watched.activations
         return _counted(config, training, activations, watched.logits, *peaks, as_gpu=as_gpu)
+
+
+def _repeats_itself(config: Config) -> bool:
+    """Whether a second step is the first one but for what that has made and kept: from ZeRO-2 on memory of
+    gradients is used in turns, and a plug-in may do anything.
+    """
+    return config.parallelism.zero < 2 and config.optim.target is None
 
 
 def _with_chunk_of_gpu(config: Config, degrees: Layout) -> Config:
@@ -342,14 +352,29 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.most = 0
-        self._known: set[int] = set()
+        # Numbers of what is alive, by the address of its memory, which others have later; and what came and
+        # went, in order.
+        self._known: dict[int, int] = {}
+        self._changes: list[tuple[int, int]] = []
+
+    def most_again(self) -> int:
+        """Return the most that the same operators would reach if what they have left alive were there from
+        the start.
+        """
+        now = most = self.now
+        alive = {*self._known.values()}
+        for number, size in self._changes:
+            if number not in alive:
+                now += size
+                most = max(most, now)
+        return most
 
     def __torch_dispatch__(self, operator: Any, _: Any, arguments: Any = (), options: Any = None) -> Any:
-        inputs = tree_leaves((arguments, options))
-        before = {_key(tensor) for tensor in inputs if isinstance(tensor, Tensor)}
-        made = operator(*arguments, **(options or {}))
-        for tensor in tree_leaves(made):
-            if isinstance(tensor, Tensor) and _key(tensor) not in before:
+        options = options or {}
+        before = {_key(tensor) for tensor in _tensors((*arguments, *options.values()))}
+        made = operator(*arguments, **options)
+        for tensor in _tensors((made,)):
+            if _key(tensor) not in before:
                 self._add(tensor)
         return made
 
@@ -357,14 +382,25 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         if key not in self._known:
-            self._known.add(key)
+            number = self._known[key] = len(self._changes)
+            self._changes.append((number, size))
             self.now += size
             self.most = max(self.most, self.now)
-            weakref.finalize(storage, self._remove, key, size)
+            weakref.finalize(storage, self._remove, key, number, size)
 
-    def _remove(self, key: int, size: int) -> None:
-        self._known.discard(key)
+    def _remove(self, key: int, number: int, size: int) -> None:
+        self._known.pop(key, None)
+        self._changes.append((number, -size))
         self.now -= size
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors among an operator's arguments or results, and in lists of them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
 
 
 def _key(tensor: Tensor) -> int:
@@ -378,7 +414,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--world-size", type=int, required=True)
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--step", action="store_true", help="take one step of one micro-batch too")
-    parser.add_argument("--exact", action="store_true", help="take two steps and count by component")
+    parser.add_argument("--exact", action="store_true", help="count two steps by component")
     parser.add_argument("--as-gpu", action="store_true", help="with --exact: as on a GPU, on any machine")
     options = parser.parse_args(arguments)
     try:
