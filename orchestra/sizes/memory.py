@@ -16,7 +16,7 @@ so that the closed form and the code cannot disagree on them.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from conf.schema import (
@@ -287,7 +287,8 @@ def _work_of(shape: TrainingShape, stage: PipelineStage, layers: range, parts: R
     kept += sum(layer.kept_bytes(kind) for kind in kinds[num_dense:])
     fewer = _kept_in_fp8(shape) * sum(kind is Recompute.none for kind in kinds)
     replayed = _replayed_bytes(shape, stage, parts)
-    temporary = max(_temporary_bytes(shape), replayed.in_layer, _gathered_keys_bytes(shape))
+    working = replace(shape, model=dense.model) if num_dense == len(kinds) else shape
+    temporary = max(_temporary_bytes(working), replayed.in_layer, _gathered_keys_bytes(shape))
     backward = peak_bytes(layer, kinds, num_dense) - fewer + temporary + replayed.in_backward
     has_loss = stage.has_head and layers.stop == shape.model.num_hidden_layers
     return _StageWork(

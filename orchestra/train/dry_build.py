@@ -243,7 +243,7 @@ def exact_bytes(config: Config, world_size: int, rank: int = 0, *, as_gpu: bool 
                 with watched.by(live, before):
                     take_step(training, mesh, step, enough)
                 peaks.append(live.most)
-                if _repeats_itself(config):
+                if as_gpu and _repeats_itself(config):
                     peaks.append(live.most_again())
                     break
         # A pipeline's ranks keep what several micro-batches need, most of them without a loss.
@@ -252,8 +252,8 @@ def exact_bytes(config: Config, world_size: int, rank: int = 0, *, as_gpu: bool 
 
 
 def _repeats_itself(config: Config) -> bool:
-    """Whether a second step is the first one but for what that has made and kept: from ZeRO-2 on memory of
-    gradients is used in turns, and a plug-in may do anything.
+    """Whether a GPU's second step is the first one but for what that has made and kept: from ZeRO-2 on, and
+    where gloo sums, memory for sums is used in turns; and a plug-in may do anything.
     """
     return config.parallelism.zero < 2 and config.optim.target is None
 
