@@ -161,6 +161,8 @@ class _Save:
     storage: Storage
     draft: Draft
     began: float
+    # Who writes what.
+    plan: Sequence[Sequence[TensorPiece]]
     blocked_s: float = 0.0
     error: str | None = None
     verdict: dict[str, Any] = field(default_factory=dict)
@@ -202,6 +204,7 @@ class Saver:
         self._num_skipped = 0
         self._plan: list[list[TensorPiece]] = []
         self._images: list[Image] = []
+        self._is_plan_old = False
         self._staging: Staging | None = None
         self._current: _Save | None = None
         self._known: dict[int, retention.CommittedCheckpoint] = {}
@@ -210,21 +213,32 @@ class Saver:
         """Agree on who writes what, and return what a save takes; nothing is taken yet. *Collective*.
 
         Removes what interrupted saves left. The same shards (names, shapes, offsets) must be passed to each
-        `save`. Raises MismatchError where the ranks' shards do not make up each tensor once.
+        `save`, but after `plan_anew`. Raises MismatchError where the ranks' shards do not make up each tensor
+        once.
         """
         if self._peers.is_coordinator:
             for storage in self._used_places:
                 # What cannot be removed now is removed later.
                 self._quietly(partial(catalog.remove_leftovers, storage, self._options.generation))
-        held = declaration(shard.piece for shard in shards)
-        values = self._peers.exchange(self._peers.unused("prepare"), held)
-        self._plan = write_plan([declared(value) for value in values])
-        self._images = images(self._plan[self._peers.rank], self._peers.rank)
+        self._agree(shards)
         return Needs(
             checkpoint_bytes=sum(piece.num_bytes for pieces in self._plan for piece in pieces),
             staging_bytes=staging_bytes(self._images),
             free_storage_bytes=self._storage.free_bytes(),
         )
+
+    def _agree(self, shards: Sequence[Shard]) -> None:
+        held = declaration(shard.piece for shard in shards)
+        values = self._peers.exchange(self._peers.unused("prepare"), held)
+        self._plan = write_plan([declared(value) for value in values])
+        self._images = images(self._plan[self._peers.rank], self._peers.rank)
+
+    def plan_anew(self) -> None:
+        """Let the saves from the next one on have other shards than those before. *Each rank*.
+
+        The next one then agrees again on who writes what, and takes its memory anew.
+        """
+        self._is_plan_old = True
 
     def reserve(self, shards: Sequence[Shard]) -> None:
         """Take the staging memory, so that a save only copies; else the first one does. *Any rank*."""
@@ -270,6 +284,9 @@ class Saver:
         save tries again.
         """
         began = time.monotonic()
+        if self._is_plan_old:
+            self._agree(shards)
+            self._is_plan_old = False
         if self._staging is None:
             self.reserve(shards)
         index, self._num_saves = self._num_saves, self._num_saves + 1
@@ -282,7 +299,7 @@ class Saver:
             error = str(false)
         storage = self._places[int(in_fallback)]
         draft = catalog.draft(storage, step, self._options.generation, index)
-        save = _Save(index, step, dict(state), storage, draft, began, error=error)
+        save = _Save(index, step, dict(state), storage, draft, began, self._plan, error=error)
         if error is None:
             # Else the memory may still belong to the save before.
             self._stage(save, shards, is_stuck=in_fallback and self._is_stuck(step))
@@ -352,7 +369,12 @@ class Saver:
     def _stage(self, save: _Save, shards: Sequence[Shard], *, is_stuck: bool) -> None:
         """Copy the shards, where the save before `is_stuck` into other memory than it reads."""
         try:
-            if is_stuck:
+            assert self._staging is not None
+            is_other = self._staging.images is not self._images
+            if is_other and not is_stuck and self._current is not None:
+                # That save is over: its memory makes room.
+                self._current.staging = self._staging = None
+            if is_stuck or is_other:
                 self.reserve(shards)
             assert self._staging is not None
             save.staging = self._staging
@@ -480,7 +502,7 @@ class Saver:
         digests: dict[str, list[int]] = {}
         sizes = save.storage.sizes(save.draft.folder)
         for rank, outcome in enumerate(outcomes):
-            for image, sums in zip(images(self._plan[rank], rank), outcome["files"], strict=True):
+            for image, sums in zip(images(save.plan[rank], rank), outcome["files"], strict=True):
                 name = save.draft.prefix + image.name
                 if sizes.get(name) != image.num_bytes:
                     what = f"{sizes.get(name)} bytes on storage, {image.num_bytes} were written"

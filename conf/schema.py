@@ -319,6 +319,16 @@ class ContextMethod(Enum):
     ulysses = "ulysses"
 
 
+class ExpertPlacement(Enum):
+    """Which of the ranks that share out experts has which ones. `fixed`: neighbours, in their order. `auto`:
+    at a checkpoint experts move to where the busiest rank has over 5 % fewer tokens, by those since the
+    checkpoint before; losses and checkpoints stay the same.
+    """
+
+    fixed = "fixed"
+    auto = "auto"
+
+
 @dataclass(frozen=True)
 class ParallelismConfig:
     """Degrees of the mesh axes. World size = dp × tp × pp × cp; ep lies inside dp."""
@@ -326,7 +336,8 @@ class ParallelismConfig:
     # `auto`: whatever the world size leaves over.
     dp: int | str = "auto"
     zero: int = 0
-    # Ranks over which ZeRO shards; null: all of dp × cp. Smaller than that: hybrid sharding.
+    # Ranks over which ZeRO shards; null: all of dp × cp. Smaller than that: hybrid sharding. With ep it is a
+    # multiple of ep × cp.
     shard_degree: int | None = None
     tp: int = 1
     sequence_parallel: bool = False
@@ -343,6 +354,7 @@ class ParallelismConfig:
     # for heads; tp × cp must divide model.num_attention_heads and model.num_key_value_heads.
     cp_method: ContextMethod = ContextMethod.all_gather
     ep: int = 1
+    expert_placement: ExpertPlacement = ExpertPlacement.fixed
     # Bytes of gradient in one all-reduce, in MiB (overlapped with the backward pass).
     bucket_mib: float = 25.0
     offload: Offload = Offload.none
@@ -394,7 +406,7 @@ class PrecisionConfig:
     # Data type in which gradients are summed over ranks; null: as the policy says.
     reduce_dtype: DType | None = None
     loss_scale: LossScale = field(default_factory=LossScale)
-    # For precision=fp8 only.
+    # For precision=fp8 only. Products of experts have a scale for each row either way.
     fp8_scaling: Scaling = Scaling.tensor
     # Blocks at each end of the model whose products stay in bf16, with precision=fp8.
     fp8_bf16_blocks: int = 0

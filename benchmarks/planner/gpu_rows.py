@@ -3,7 +3,7 @@
     python benchmarks/planner/gpu_rows.py
 
 Nothing is fitted to a row. Two rates come from that day's traces: of bandwidth (`memory_passes.STREAM_SHARE`)
-and of small products (`TILE_ENDS`).
+and of products whose tiles and waves are full (`kernels.product_tiles`).
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from orchestra.parallel.blocks import (
 )
 from orchestra.parallel.context.cut_sequences import cut_sequences
 from orchestra.parallel.expert_balance import ExpertBalance, set_up_mixtures
+from orchestra.parallel.experts.placed_experts import PlacedExperts, place_experts
 from orchestra.parallel.experts.share_experts import share_experts
 from orchestra.parallel.mesh import Mesh
 from orchestra.parallel.pipeline.own_stages import keep_own_stages
@@ -42,6 +43,7 @@ class Parallelized:
     gradients and parameters over the ranks; `scale_history` is delayed scaling's, None without. `shapes` are
     those of all parameters of the model, whichever rank has them, and `pipeline` runs the passes where the
     model is cut into stages. `expert_balance` follows how mixtures are loaded; None without any.
+    `placed_experts` moves experts between ranks; None where they stay.
     """
 
     model: Transformer
@@ -53,6 +55,7 @@ class Parallelized:
     scale_history: ScaleHistory | None = None
     pipeline: Pipeline | None = None
     expert_balance: ExpertBalance | None = None
+    placed_experts: PlacedExperts | None = None
 
 
 def parallelize(model: Transformer, config: Config, mesh: Mesh) -> Parallelized:
@@ -69,7 +72,7 @@ def parallelize(model: Transformer, config: Config, mesh: Mesh) -> Parallelized:
     cut_sequences(model, config, mesh)
     shapes = {name: place.shape for name, place in places.items()}
     places = keep_own_stages(model, places, config, mesh)
-    history = set_products(model, config)
+    history = set_products(model, config, mesh.device)
     units = place_units(model, places, precision, config, mesh)
     balance = set_up_mixtures(model, config, mesh)
     recompute_blocks(model, config, mesh)
@@ -84,4 +87,7 @@ def parallelize(model: Transformer, config: Config, mesh: Mesh) -> Parallelized:
     if history is not None:
         keep_history(history, model, config)
     pipeline = Pipeline(model, stage, config, mesh) if mesh.layout.pp > 1 else None
-    return Parallelized(model, units.trained, places, units, stage, shapes, history, pipeline, balance)
+    placed = place_experts(model, places, units, balance, config, mesh)
+    return Parallelized(
+        model, units.trained, places, units, stage, shapes, history, pipeline, balance, placed
+    )

@@ -33,6 +33,7 @@ from torch.utils.checkpoint import (
 
 from conf.schema import Config, Offload, PrecisionName, Recompute, Scaling
 from orchestra.errors import ConfigError, TrainingError
+from orchestra.model.latent_attention import LatentAttention
 from orchestra.model.layers import Attention, GeluMLP, Linear, SwiGLU
 from orchestra.model.logits import CompiledPasses
 from orchestra.model.mixture.balance import uncounted
@@ -43,7 +44,12 @@ from orchestra.parallel.found_once import LearnedInPass
 from orchestra.parallel.mesh import Mesh
 from orchestra.parallel.tensor.split import ColumnsProduct, RowsProducts
 from orchestra.parallel.tensor.tensor_collectives import SUM_IN_PLACE, SUM_SCATTERED
-from orchestra.precision.fp8 import LEAST_CAPABILITY, Fp8Products
+from orchestra.precision.fp8 import LEAST_CAPABILITY, Fp8Products, scaling_of
+from orchestra.precision.fp8_experts import (
+    GROUPED_FP8_PRODUCTS,
+    Fp8GroupedProducts,
+    has_grouped_kernel,
+)
 from orchestra.precision.fp8_output import Fp8OutputProducts
 from orchestra.precision.rounded_weights import RoundedWeights
 from orchestra.precision.scale_history import ScaleHistory
@@ -63,7 +69,9 @@ _PRODUCTS = frozenset(
         _aten.linear.default,
         _aten._scaled_mm.default,
         _aten._grouped_mm.default,
+        _aten._scaled_grouped_mm.default,
         EXPERTS,
+        GROUPED_FP8_PRODUCTS,
     )
 )
 _traced = torch.ops._c10d_functional
@@ -226,9 +234,9 @@ def compile_blocks(model: Transformer, config: Config) -> None:
             layer.forward = torch.compile(layer.forward, dynamic=False, options=options)
 
 
-def set_products(model: Transformer, config: Config) -> ScaleHistory | None:
-    """Let the blocks, and the loss, compute in fp8 where that is configured. *Any rank*, after tensors are
-    cut. Return, for delayed scaling, the history that `keep_history` gives to the weights.
+def set_products(model: Transformer, config: Config, device: torch.device) -> ScaleHistory | None:
+    """Let the blocks, and the loss, compute in fp8 on a device where that is configured. *Any rank*, after
+    tensors are cut. Return, for delayed scaling, the history that `keep_history` gives to the weights.
     """
     precision = config.precision
     if precision.name is not PrecisionName.fp8:
@@ -237,9 +245,13 @@ def set_products(model: Transformer, config: Config) -> ScaleHistory | None:
         model.output_products = functools.partial(Fp8OutputProducts, precision.fp8_scaling)
     history = ScaleHistory() if precision.fp8_delayed_scaling else None
     products = Fp8Products(precision.fp8_scaling, history)
+    of_experts = Fp8GroupedProducts(has_grouped_kernel(device))
     for _, block in _blocks_in_fp8(model, config):
-        for module in block.modules():
-            _set(module, products)
+        for module in list(block.modules()):
+            if isinstance(module, Experts):
+                module.products = of_experts
+            else:
+                _set(module, products)
     return history
 
 
@@ -257,11 +269,22 @@ def keep_history(history: ScaleHistory, model: Transformer, config: Config) -> N
 
 def _sharing_inputs(module: nn.Module) -> list[tuple[str, ...]]:
     """Return the linear layers of a module, those of one input together."""
+    if isinstance(module, LatentAttention):
+        low = "kv_a_proj_with_mqa"
+        queries = [(low,), ("q_proj",)] if module.query_width is None else [("q_a_proj", low), ("q_b_proj",)]
+        return [*queries, ("kv_b_proj",), ("o_proj",)]
     if isinstance(module, Attention):
         return [("q_proj", "k_proj", "v_proj"), ("o_proj",)]
     if isinstance(module, SwiGLU):
         return [("gate_proj", "up_proj"), ("down_proj",)]
     return [("up_proj",), ("down_proj",)] if isinstance(module, GeluMLP) else []
+
+
+def _weights_in_fp8(module: nn.Module) -> list[torch.Tensor]:
+    """Return the weights by which a module itself takes products in fp8; a router has none."""
+    if isinstance(module, Experts):
+        return [module.gate_proj, module.up_proj, module.down_proj]
+    return [getattr(module, name).weight for names in _sharing_inputs(module) for name in names]
 
 
 def _blocks_in_fp8(model: Transformer, config: Config) -> list[tuple[int, nn.Module]]:
@@ -284,14 +307,19 @@ def keep_rounded(model: Transformer, config: Config) -> RoundedWeights | None:
 def gathered_in_fp8(model: Transformer, config: Config) -> list[torch.Tensor]:
     """Return the matrices, once they exist, that ZeRO-3 gathers as the numbers their products take.
 
-    Where rows have scales none: a rank's range may end inside of one. None where parameters come from host
-    memory, or while others are still updated: their largest numbers are then not known. And no tied table,
-    which is looked up in 16 bits.
+    Where rows have scales none, as of experts: a rank's range may end inside of one. None where parameters
+    come from host memory, or while others are still updated: their largest numbers are then not known. And no
+    tied table, which is looked up in 16 bits.
     """
     precision, is_there = config.precision, config.parallelism.offload is Offload.none
     if precision.name is not PrecisionName.fp8 or precision.fp8_scaling is Scaling.row or not is_there:
         return []
-    weights = [weight for of_block in _matrices(model, config).values() for weight in of_block]
+    weights = [
+        weight
+        for of_block in _matrices(model, config).values()
+        for weight in of_block
+        if scaling_of(weight, precision.fp8_scaling) is not Scaling.row
+    ]
     tied = model.embed_tokens.weight if config.model.tie_word_embeddings and model.has_output else None
     return [weight for weight in weights if weight is not tied]
 
@@ -299,7 +327,7 @@ def gathered_in_fp8(model: Transformer, config: Config) -> list[torch.Tensor]:
 def _matrices(model: Transformer, config: Config) -> dict[nn.Module, list[torch.Tensor]]:
     """Return the weights of products in fp8, by the modules before which ZeRO waits for them."""
     matrices: dict[nn.Module, list[torch.Tensor]] = {
-        block: [weight for weight in block.parameters() if weight.dim() == 2]
+        block: [weight for module in block.modules() for weight in _weights_in_fp8(module)]
         for _, block in _blocks_in_fp8(model, config)
     }
     if config.precision.fp8_output and model.has_output:
@@ -308,16 +336,18 @@ def _matrices(model: Transformer, config: Config) -> dict[nn.Module, list[torch.
 
 
 def _set(module: nn.Module, products: Fp8Products) -> None:
-    if not isinstance(module, Attention | SwiGLU | GeluMLP):
+    if not isinstance(module, Attention | LatentAttention | SwiGLU | GeluMLP):
         return
+    if isinstance(module, LatentAttention):
+        module.latents = module.of_latents = products
     entering = module.products
     module.products = (
         RowsProducts(entering.group, products) if isinstance(entering, RowsProducts) else products
     )
-    leaving = module.o_proj if isinstance(module, Attention) else module.down_proj
+    leaving = module.o_proj if isinstance(module, Attention | LatentAttention) else module.down_proj
     if isinstance(leaving, ColumnsProduct):
         leaving.product = products.linear
-    elif isinstance(module, Attention):
+    elif isinstance(module, Attention | LatentAttention):
         module.o_proj = _Fp8Linear(leaving, products)
     else:
         module.down_proj = _Fp8Linear(leaving, products)

@@ -16,10 +16,11 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 
-from conf.schema import Config, ModelConfig, MoeBalance
+from conf.schema import Config, ExpertPlacement, ModelConfig, MoeBalance
 from orchestra.model.mixture.balance import STATISTICS, Balance, updated_bias
 from orchestra.model.mixture.mixture import Mixture
 from orchestra.model.transformer import Transformer
+from orchestra.parallel.experts.expert_shares import ExpertShares
 from orchestra.parallel.found_once import once
 from orchestra.parallel.marks import marked
 from orchestra.parallel.mesh import Mesh
@@ -59,7 +60,8 @@ def set_up_mixtures(model: Transformer, config: Config, mesh: Mesh) -> ExpertBal
             mixture.balance.totals = functools.partial(_summed, mesh.data_group)
         if mesh.cp_group is not None:
             mixture.balance.sequence_totals = functools.partial(_summed, mesh.cp_group)
-    return ExpertBalance(mixtures, config.model, mesh)
+    is_followed = config.parallelism.expert_placement is ExpertPlacement.auto
+    return ExpertBalance(mixtures, config.model, mesh, is_followed=is_followed)
 
 
 def _place_buffers(module: nn.Module, device: torch.device) -> None:
@@ -102,9 +104,14 @@ class LayerLoad:
 class ExpertBalance:
     """The counters and biases of all mixtures of a model over the steps of a training. *Collective* over the
     ranks whose losses add up.
+
+    `shares` say which ranks have the experts of each layer; empty where each has all. `is_followed`: the
+    tokens of several steps are counted too.
     """
 
-    def __init__(self, mixtures: Mapping[int, Mixture], model: ModelConfig, mesh: Mesh) -> None:
+    def __init__(
+        self, mixtures: Mapping[int, Mixture], model: ModelConfig, mesh: Mesh, *, is_followed: bool = False
+    ) -> None:
         self._mixtures = mixtures
         self._layers = mixture_layers(model)
         self._rate = model.moe_bias_update_rate if model.moe_balance is MoeBalance.bias else 0.0
@@ -112,6 +119,12 @@ class ExpertBalance:
         self._num_experts = model.num_experts
         # The last step's counters of all layers, as fp64, which holds whole numbers up to 2^53.
         self._last: Tensor | None = None
+        ep = mesh.layout.ep
+        self.shares = {number: ExpertShares(model.num_experts, ep) for number in self._layers if ep > 1}
+        self._since: Tensor | None = None
+        if is_followed and ep > 1:
+            size = len(self._layers), model.num_experts
+            self._since = torch.zeros(size, dtype=torch.float64, device=mesh.device)
         has_bias = model.moe_balance is MoeBalance.bias
         # The state that a checkpoint has: of the layers that are here, and the shapes of all of them.
         self.biases: dict[str, Tensor] = {}
@@ -139,6 +152,8 @@ class ExpertBalance:
             with marked(Part.communication):
                 dist.all_reduce(summed, group=self._mesh.loss_group)
         self._last = summed
+        if self._since is not None:
+            self._since += summed[:, : self._num_experts]
         for number, mixture in self._mixtures.items():
             bias = mixture.gate.e_score_correction_bias
             if bias is not None and self._rate:
@@ -170,6 +185,21 @@ class ExpertBalance:
             )
         return loads
 
+    def tokens_since(self) -> dict[int, list[int]]:
+        """Return the tokens of each expert by layer, of all steps since they were counted anew. Waits for the
+        device.
+        """
+        assert self._since is not None, "nobody has asked to follow them"
+        rows = self._since.tolist()
+        return {number: list(map(int, row)) for number, row in zip(self._layers, rows, strict=True)}
+
+    def count_anew(self, tokens: Mapping[int, list[int]]) -> None:
+        """Let `tokens_since` begin with these tokens, and with none where there are none."""
+        assert self._since is not None, "nobody has asked to follow them"
+        self._since.zero_()
+        for number, of_experts in tokens.items():
+            self._since[number - self._layers.start] = torch.tensor(of_experts, dtype=self._since.dtype)
+
     def columns(self) -> dict[str, float | list[int]]:
         """Return what a row of metrics.jsonl says of the last step. Waits for the device."""
         loads = self.loads()
@@ -182,6 +212,11 @@ class ExpertBalance:
             "moe/router_z": sum(load.router_z for load in loads.values()) / len(loads),
             "moe/dropped_tokens": sum(load.dropped for load in loads.values()),
         }
+        if self.shares:
+            columns["moe/rank_load"] = max(
+                self.shares[number].largest_over_mean(load.tokens_per_expert)
+                for number, load in loads.items()
+            )
         for number, load in loads.items():
             columns[f"moe/layer_{number}/load"] = load.largest_over_mean
             columns[f"moe/layer_{number}/entropy"] = load.entropy

@@ -152,7 +152,6 @@ def make_mesh(rank: int, degrees: Layout, device: torch.device, open_group: Open
 
     is_sharded, has_ep = degrees.shard > 1, degrees.ep > 1
     ep_group = open_own(degrees.neighbours(rank, ["ep"])) if has_ep else None
-    of_experts = ("expert_dp", "cp")
     return Mesh(
         rank=rank,
         layout=degrees,
@@ -169,8 +168,8 @@ def make_mesh(rank: int, degrees: Layout, device: torch.device, open_group: Open
         pp_group=group("pp"),
         data_group=group("dp", "cp"),
         ep_group=ep_group,
-        expert_shard_group=(group(*of_experts) if is_sharded else None) if has_ep else group("shard"),
-        expert_replicate_group=(None if is_sharded else group(*of_experts)) if has_ep else group("replicate"),
+        expert_shard_group=group("expert_shard"),
+        expert_replicate_group=group("expert_replicate"),
         open_group=open_group,
     )
 

@@ -19,7 +19,7 @@ from conf.schema import ModelConfig
 from orchestra.model.initial import global_flat_index
 from orchestra.sizes.flops import head_dim
 
-_OF_EXPERTS = re.compile(r"layers\.\d+\.mlp\.experts\.")
+_OF_EXPERTS = re.compile(r"layers\.(\d+)\.mlp\.experts\.")
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class TensorPlace:
     `shape` is that of the whole parameter and `offsets` where this rank's part begins in it. The parameter
     itself has the shape `padded`; what counts of it is `local`, its first rows and columns: the rest is
     padding (rows beyond the vocabulary, experts that another rank has one more of), stays zero and is in no
-    checkpoint. `padded` is the same on all ranks of the groups that share out the parameter.
+    checkpoint. `padded` is the same on all ranks of the groups that share out the parameter. `rows` are the
+    local rows' places in the whole parameter where they are no neighbours there.
     """
 
     shape: tuple[int, ...]
@@ -40,6 +41,7 @@ class TensorPlace:
     sum_group: dist.ProcessGroup | None = None
     # Whether this rank's copy counts in the norm over all ranks: of replicas over tp exactly one does.
     is_counted: bool = True
+    rows: tuple[int, ...] | None = None
 
 
 def whole_place(shape: tuple[int, ...]) -> TensorPlace:
@@ -63,7 +65,13 @@ def cut_place(place: TensorPlace, cut: Cut) -> TensorPlace:
 
 def is_of_experts(name: str) -> bool:
     """Whether a parameter is one of all experts of a layer, stacked."""
-    return _OF_EXPERTS.match(name) is not None
+    return layer_of_experts(name) is not None
+
+
+def layer_of_experts(name: str) -> int | None:
+    """Return the number of the layer whose experts, stacked, a parameter is of; None for any other one."""
+    match = _OF_EXPERTS.match(name)
+    return None if match is None else int(match.group(1))
 
 
 @dataclass(frozen=True)
@@ -87,9 +95,22 @@ def parts_of(flat: Tensor, place: TensorPlace, start: int) -> Iterator[LocalBox]
         ]
         if math.prod(counted):
             box = flat[position : position + size].view(sizes)
-            begin = tuple(first + offset for first, offset in zip(place.offsets, offsets, strict=True))
-            yield LocalBox(begin, box[tuple(slice(length) for length in counted)])
+            yield from _in_whole(place, offsets, box[tuple(slice(length) for length in counted)])
         position += size
+
+
+def _in_whole(place: TensorPlace, offsets: tuple[int, ...], box: Tensor) -> Iterator[LocalBox]:
+    """Yield where a box of the local part, which begins there at `offsets`, lies in the whole parameter."""
+    begin = tuple(first + offset for first, offset in zip(place.offsets, offsets, strict=True))
+    if place.rows is None:
+        yield LocalBox(begin, box)
+        return
+    rows = place.rows[offsets[0] : offsets[0] + len(box)]
+    first = 0
+    for last in range(len(rows)):
+        if last + 1 == len(rows) or rows[last + 1] != rows[last] + 1:
+            yield LocalBox((rows[first], *begin[1:]), box[first : last + 1])
+            first = last + 1
 
 
 def global_index(place: TensorPlace, start: int, stop: int, device: torch.device) -> Tensor:
@@ -98,7 +119,12 @@ def global_index(place: TensorPlace, start: int, stop: int, device: torch.device
     Padding gets indices too, which mean nothing.
     """
     local = torch.arange(start, stop, device=device)
-    return global_flat_index(local, place.shape, place.offsets, place.padded)
+    if place.rows is None:
+        return global_flat_index(local, place.shape, place.offsets, place.padded)
+    row, whole_row = math.prod(place.padded[1:]), math.prod(place.shape[1:])
+    rows = torch.tensor([*place.rows, *[0] * (place.padded[0] - len(place.rows))], device=device)
+    inside = global_flat_index(local % row, place.shape[1:], place.offsets[1:], place.padded[1:])
+    return rows[local // row] * whole_row + inside
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:

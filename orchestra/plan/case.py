@@ -159,7 +159,7 @@ class PlanCase(TrainingShape):
 
     @property
     def counts_passes(self) -> bool:
-        """Whether memory traffic is counted from the trainer's code (`orchestra.plan.memory_passes`)."""
+        """Whether memory traffic is counted from the trainer's code (`plan.kernels.memory_passes`)."""
         is_own = self.is_counted_in_full and self.options.is_gpu
         return is_own and not self.framework.computes_on_host
 

@@ -18,15 +18,15 @@ from dataclasses import dataclass, fields, replace
 
 from conf.schema import ContextMethod, Recompute
 from orchestra.plan.case import PlanCase, RankElements, held_of_layer, most_experts
-from orchestra.plan.memory_passes import (
+from orchestra.plan.kernels.memory_passes import (
     STREAM_SHARE,
     half_flops,
     layer_bytes,
     layer_matrices,
     loss_bytes,
     rounding_bytes,
-    tile_ends,
 )
+from orchestra.plan.kernels.product_tiles import slowdown, unaligned_slowdown
 from orchestra.sizes.flops import (
     attention_width,
     core_width,
@@ -38,7 +38,7 @@ from orchestra.sizes.flops import (
     value_width,
     without_experts,
 )
-from orchestra.sizes.memory import recomputed_kinds
+from orchestra.sizes.memory import loss_chunk_tokens, recomputed_kinds
 
 # To the experts and back, forward and backward.
 _EXCHANGES = 4
@@ -104,7 +104,7 @@ def layer_time(case: PlanCase, *, is_pressed: bool = False) -> LayerTime:
     products = 2 * _PASSES * of_all * tokens.count / tokens.tp / device.product_flops
     products += _PASSES * _experts_products_s(case)
     if case.counts_passes:
-        products *= tile_ends(case, layer_matrices(case))
+        products *= slowdown(case, layer_matrices(case), rate=device.product_flops / half_flops(case))
     attention = _attention(case) * attention_again
     traffic = case.framework.elementwise_bytes * tokens.width_bytes / 2 * model.hidden_size * tokens.count
     traffic *= _OUTER_TRAFFIC / tokens.outer + (1 - _OUTER_TRAFFIC) / tokens.tp
@@ -344,7 +344,9 @@ def _gathered_parameters(case: PlanCase, busy: float) -> float:
     width = gathered = float(case.tokens.width_bytes)
     if case.is_counted_in_full and case.gathers_fp8:
         gathered -= 1 - 2 * case.options.fp8_bf16_blocks / case.model.num_hidden_layers
-    moved = 2 * sharded_s(case, held, gathered) + sharded_s(case, held, width)
+    # Experts travel in 16 bits.
+    fewer = RankElements(held.dense * gathered / width, held.experts)
+    moved = 2 * sharded_s(case, fewer, width) + sharded_s(case, held, width)
     hidden = busy * (1 - case.framework.exposed_reduction)
     return max(case.framework.exposed_reduction * moved, moved - hidden)
 
@@ -385,7 +387,10 @@ def head_time(case: PlanCase) -> float:
 def _counted_head(case: PlanCase, logits: float) -> float:
     words, hidden = case.model.vocab_size / case.tokens.tp, case.model.hidden_size
     rate = case.device.product_flops if case.options.fp8_output else half_flops(case)
-    products = 2 * _PASSES * hidden * logits / rate * tile_ends(case, [(hidden, words)])
+    chunk = min(case.tokens.count, loss_chunk_tokens(case))
+    ends = slowdown(case, [(hidden, words)], num_tokens=chunk, rate=rate / half_flops(case))
+    ends *= unaligned_slowdown(words, 1 if case.options.fp8_output else case.tokens.width_bytes)
+    products = 2 * _PASSES * hidden * logits / rate * ends
     moved = loss_bytes(case) + case.framework.passes.gradient * words * hidden
     return products + moved / (STREAM_SHARE * case.device.memory_bytes_per_s)
 

@@ -64,6 +64,8 @@ class Accelerator:
     attention_flops: float
     # How much faster the vendor's own attention is.
     vendor_attention: float = 1.0
+    # Streaming multiprocessors or compute units: as many tiles of a product are worked on at a time.
+    num_processors: int | None = None
     # Where peak, memory and links come from, and where the shares that are reached.
     data_sheet: str = ""
     reached: str = ""
@@ -99,6 +101,7 @@ def device(name: str, precision: PrecisionName, memory_gib: float | None = None)
         product_flops=peak * reached.products,
         attention_flops=attention * reached.attention,
         vendor_attention=reached.vendor_attention,
+        num_processors=row.num_processors,
         data_sheet=row.source,
         reached=reached.source,
     )

@@ -26,7 +26,7 @@ from orchestra.plan.compute import (
     sharded_s,
 )
 from orchestra.plan.frameworks import OWN
-from orchestra.plan.memory_passes import BUSY_SHARE, STREAM_SHARE
+from orchestra.plan.kernels.memory_passes import BUSY_SHARE, STREAM_SHARE
 from orchestra.plan.pipeline_time import pipeline_time
 from orchestra.plan.stage_memory import Memory, fits, is_pressed, stage_memory, states_of_rank, widths_of
 from orchestra.sizes.flops import hardware_flops_per_token, model_flops_per_token

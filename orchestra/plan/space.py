@@ -4,9 +4,8 @@ A layout here is a mesh (dp × tp × pp × cp), ZeRO's stage and the ranks that 
 cp those of one node: hybrid sharding), how the batch is shared out, whether norms are sequence parallel, and
 what is recomputed. What must hold: tp divides heads and feed-forward width, and divides or is divided by the
 key-value heads; a stage of a pipeline has a layer at least; cp and, with sequence parallelism, tp divide the
-sequence; ep divides dp, leaves each rank an expert (of other trainers the same number on each), is 1 without
-any, and then ZeRO shards over all ranks; dp divides the global batch, which is met exactly; parameters in
-host memory need ZeRO 3.
+sequence; ep divides dp, leaves each rank an expert (of other trainers the same number on each) and is 1
+without any; dp divides the global batch, which is met exactly; parameters in host memory need ZeRO 3.
 
 A pipeline's schedule is not searched but given; `other_schedules` has what others make of a layout.
 
@@ -177,12 +176,9 @@ class Space:
         """
         if zero == 0:
             return [None]
-        # Those that share out experts shard nothing over fewer ranks.
-        only_all = mesh.ep > 1 and self.base.framework.name == OWN
         if self.fixed.shard_degree is not None:
-            kept = within(self.fixed.shard_degree, mesh)
-            return [kept] if kept is None or not only_all else []
-        inside = 1 if only_all else self.base.devices_per_node // mesh.tp
+            return [within(self.fixed.shard_degree, mesh)]
+        inside = self.base.devices_per_node // mesh.tp
         is_hybrid = inside > 1 and mesh.cp == 1 and within(inside, mesh) is not None
         return [None, inside] if is_hybrid else [None]
 
@@ -246,9 +242,11 @@ def other_schedules(case: PlanCase) -> Iterator[PlanCase]:
 
 
 def within(degree: int | None, mesh: MeshDegrees) -> int | None:
-    """Return a shard degree as it is on a mesh: None, all ranks, where it does not divide them or is all."""
-    ranks = mesh.dp * mesh.cp
-    return None if degree is None or ranks % degree or degree >= ranks else degree
+    """Return a shard degree as it is on a mesh: None, all ranks, where it does not divide them or is all, or
+    where its ranks would not have all experts.
+    """
+    ranks, least = mesh.dp * mesh.cp, mesh.ep * mesh.cp if mesh.ep > 1 else 1
+    return None if degree is None or ranks % degree or degree >= ranks or degree % least else degree
 
 
 def space_of(config: Config, framework_name: str, num_sequences: int, fixed: Fixed) -> Space:

@@ -31,12 +31,11 @@ from torch import Tensor, nn
 from conf.schema import Scaling
 from orchestra.model.initial import is_fake
 from orchestra.model.weight_gradients import give_gradient, tickets_of
+from orchestra.sizes.memory import FP8_ELEMENTS
 
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 # NVIDIA's Ada; Hopper is 9.0.
 LEAST_CAPABILITY = (8, 9)
-# 64 MiB in fp32.
-_ELEMENTS_AT_ONCE = 2**24
 
 
 @dataclass(frozen=True)
@@ -48,9 +47,9 @@ class Rounded:
 
 
 def rounded(matrix: Tensor, dtype: torch.dtype, scaling: Scaling) -> Rounded:
-    """Return a matrix [R, C] of 16 or 32 bits in fp8; all zeros stay zeros."""
+    """Return a matrix [R, C] of 16 or 32 bits, or several by rows, in fp8; all zeros stay zeros."""
     size = matrix.abs()
-    largest = size.amax() if scaling is Scaling.tensor else size.amax(dim=1, keepdim=True)
+    largest = size.amax() if scaling is Scaling.tensor else size.amax(dim=-1, keepdim=True)
     scale = scale_of(largest, dtype)
     return Rounded(rounded_by(scale, matrix, dtype), scale)
 
@@ -79,7 +78,7 @@ def rounded_in_parts(matrix: Tensor, scaling: Scaling, values: Tensor | None = N
     # Without a copy of the absolute numbers.
     largest = torch.maximum(matrix.amax(dims, keepdim=is_row), -matrix.amin(dims, keepdim=is_row))
     scale = scale_of(largest, FORWARD)
-    num_rows = max(1, _ELEMENTS_AT_ONCE // matrix.shape[1])
+    num_rows = max(1, FP8_ELEMENTS // matrix.shape[1])
     for begin in range(0, len(matrix), num_rows):
         rows = slice(begin, begin + num_rows)
         values[rows].copy_(rounded_by(scale[rows] if is_row else scale, matrix[rows], FORWARD))
@@ -93,8 +92,8 @@ def round_by(numbers: Tensor, scale: Tensor, values: Tensor) -> None:
 
 def round_by_(numbers: Tensor, scale: Tensor, values: Tensor) -> None:
     """Do what `round_by` does, with fp32 copies of some of the flat numbers at a time."""
-    for begin in range(0, len(numbers), _ELEMENTS_AT_ONCE):
-        some = slice(begin, begin + _ELEMENTS_AT_ONCE)
+    for begin in range(0, len(numbers), FP8_ELEMENTS):
+        some = slice(begin, begin + FP8_ELEMENTS)
         round_by(numbers[some], scale, values[some])
 
 
@@ -107,17 +106,25 @@ def turned(matrix: Rounded) -> Rounded:
 # scale by rows, values and scale of the transposed weight by rows.
 _ATTRIBUTES = ("fp8_values", "fp8_scale", "fp8_turned_values", "fp8_turned_scale")
 _NUM_BY_ROWS = 2
+_DIMS_OF_MATRIX = 2
+
+
+def scaling_of(weight: Tensor, scaling: Scaling) -> Scaling:
+    """Return how a weight is scaled where matrices are scaled so: the stacked ones of experts by rows."""
+    return scaling if weight.dim() == _DIMS_OF_MATRIX else Scaling.row
 
 
 def attach_rounded(weight: Tensor, scaling: Scaling) -> list[Tensor]:
-    """Make and return the memory of a weight's rounded copies; `round_weight_` fills it."""
-    outputs, inputs = weight.shape
+    """Make and return the memory of the rounded copies of a weight, or of stacked ones [X, O, E];
+    `round_weight_` fills it.
+    """
+    *stack, outputs, inputs = weight.shape
     is_row = scaling is Scaling.row
     tensors = [
-        torch.zeros(outputs, inputs, dtype=FORWARD, device=weight.device),
-        torch.zeros((outputs, 1) if is_row else (), device=weight.device),
-        torch.zeros(inputs, outputs, dtype=FORWARD, device=weight.device),
-        torch.zeros((inputs, 1) if is_row else (), device=weight.device),
+        torch.zeros(*stack, outputs, inputs, dtype=FORWARD, device=weight.device),
+        torch.zeros((*stack, outputs, 1) if is_row else (), device=weight.device),
+        torch.zeros(*stack, inputs, outputs, dtype=FORWARD, device=weight.device),
+        torch.zeros((*stack, inputs, 1) if is_row else (), device=weight.device),
     ]
     for name, tensor in zip(_ATTRIBUTES, tensors, strict=True):
         setattr(weight, name, tensor)
@@ -131,14 +138,17 @@ def attach_numbers(weight: Tensor, values: Tensor, scale: Tensor) -> None:
 
 
 def round_weight_(weight: Tensor, scaling: Scaling) -> None:
-    """Round a weight [O, E] into its attached copies."""
+    """Round a weight [O, E], or stacked ones by rows, into its attached copies."""
     values, scale, turned_values, turned_scale = attached([weight])
-    scale.copy_(rounded_in_parts(weight, scaling, values).scale)
     if scaling is Scaling.tensor:
+        scale.copy_(rounded_in_parts(weight, scaling, values).scale)
         turned_values.copy_(values.t())
         turned_scale.copy_(scale)
-    else:
-        turned_scale.copy_(rounded_in_parts(weight.t(), scaling, turned_values).scale)
+        return
+    for matrix, by_rows, of_rows in ((weight, values, scale), (weight.mT, turned_values, turned_scale)):
+        # Rows are alike, whichever matrix of a stack they are of.
+        found = rounded_in_parts(matrix.flatten(0, -2), scaling, by_rows.flatten(0, -2))
+        of_rows.copy_(found.scale.view_as(of_rows))
 
 
 def round_whole_(
@@ -151,7 +161,7 @@ def round_whole_(
 ) -> None:
     """Do what `round_weight_` does, in a form to be compiled."""
     by_rows = rounded(weight, FORWARD, scaling)
-    by_columns = turned(by_rows) if scaling is Scaling.tensor else rounded(weight.t(), FORWARD, scaling)
+    by_columns = turned(by_rows) if scaling is Scaling.tensor else rounded(weight.mT, FORWARD, scaling)
     for target, part in zip(
         (values, scale, turned_values, turned_scale),
         (by_rows.values, by_rows.scale, by_columns.values, by_columns.scale),
@@ -219,8 +229,18 @@ def attached(weights: list[Tensor]) -> list[Tensor]:
     return [getattr(weight, name) for weight in weights for name in names]
 
 
-def scaled_product(left: Rounded, right: Rounded, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-    """Return left · rightᵀ for matrices [M, K] and [N, K] that lie by rows, in `out` if that is given."""
+def scaled_product(
+    left: Rounded,
+    right: Rounded,
+    dtype: torch.dtype,
+    out: Tensor | None = None,
+    *,
+    keeps_digits: bool | None = None,
+) -> Tensor:
+    """Return left · rightᵀ for matrices [M, K] and [N, K] that lie by rows, in `out` if that is given.
+
+    `keeps_digits`: it is a sum of gradients; None: what their type says.
+    """
     if out is not None and is_fake(out):
         # torch does not know this form without memory, and would really compute it.
         return out
@@ -232,7 +252,7 @@ def scaled_product(left: Rounded, right: Rounded, dtype: torch.dtype, out: Tenso
         out_dtype=dtype,
         out=out,
         # Sums of gradients need all digits: there Hopper's fast sums are left out.
-        use_fast_accum=left.values.dtype is FORWARD,
+        use_fast_accum=left.values.dtype is FORWARD if keeps_digits is None else not keeps_digits,
     )
     return product
 

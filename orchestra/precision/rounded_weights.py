@@ -16,7 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from conf.schema import Scaling
-from orchestra.precision.fp8 import attach_rounded, attached, round_weight_, round_whole_
+from orchestra.precision.fp8 import (
+    attach_rounded,
+    attached,
+    round_weight_,
+    round_whole_,
+    scaling_of,
+)
 
 
 class RoundedWeights:
@@ -36,7 +42,7 @@ class RoundedWeights:
         self._hooks = []
         for block, weights in blocks.items():
             for weight in weights:
-                self._tensors += attach_rounded(weight, scaling)
+                self._tensors += attach_rounded(weight, scaling_of(weight, scaling))
             self._hooks.append(block.register_forward_pre_hook(self._refresher(block, list(weights))))
 
     def forget(self) -> None:
@@ -60,9 +66,10 @@ class RoundedWeights:
                 self._stale[block] = False
                 with torch.no_grad():
                     for weight in weights:
+                        scaling = scaling_of(weight, self._scaling)
                         if self._round_whole_ is None:
-                            round_weight_(weight, self._scaling)
+                            round_weight_(weight, scaling)
                         else:
-                            self._round_whole_(weight.detach(), self._scaling, *attached([weight]))
+                            self._round_whole_(weight.detach(), scaling, *attached([weight]))
 
         return refresh

@@ -34,6 +34,8 @@ class Hardware:
     # NVLink or Infinity Fabric, one direction, all links of one GPU together.
     link_bytes_per_s: float | None = None
     source: str = ""
+    # Streaming multiprocessors or compute units of what torch calls a device.
+    num_processors: int | None = None
 
 
 UNKNOWN = Hardware("unknown", source="no figures: MFU is null and the planner asks for cluster.peak_tflops")
@@ -66,12 +68,31 @@ TABLE: tuple[Hardware, ...] = (
         1555e9,
         300e9,
         _A100,
+        num_processors=108,
     ),
-    Hardware("a100_80", ("NVIDIA A100-SXM4-80GB",), _AMPERE, 81920 * MIB, 2039e9, 300e9, _A100),
     Hardware(
-        "a100_80_pcie", ("NVIDIA A100 80GB PCIe",), _AMPERE, 81920 * MIB, 1935e9, 300e9, f"{_A100}; {_BRIDGE}"
+        "a100_80", ("NVIDIA A100-SXM4-80GB",), _AMPERE, 81920 * MIB, 2039e9, 300e9, _A100, num_processors=108
     ),
-    Hardware("h100", ("NVIDIA H100 80GB HBM3",), _HOPPER_SXM, 81559 * MIB, 3352e9, 450e9, f"{_H100}, SXM5"),
+    Hardware(
+        "a100_80_pcie",
+        ("NVIDIA A100 80GB PCIe",),
+        _AMPERE,
+        81920 * MIB,
+        1935e9,
+        300e9,
+        f"{_A100}; {_BRIDGE}",
+        num_processors=108,
+    ),
+    Hardware(
+        "h100",
+        ("NVIDIA H100 80GB HBM3",),
+        _HOPPER_SXM,
+        81559 * MIB,
+        3352e9,
+        450e9,
+        f"{_H100}, SXM5",
+        num_processors=132,
+    ),
     Hardware(
         "h100_pcie",
         ("NVIDIA H100 PCIe",),
@@ -80,35 +101,58 @@ TABLE: tuple[Hardware, ...] = (
         2039e9,
         300e9,
         f"{_H100}, PCIe; {_BRIDGE}",
+        num_processors=114,
     ),
     Hardware(
         *("h100_nvl", ("NVIDIA H100 NVL",), _HOPPER_NVL, 95830 * MIB, 3938e9, 300e9),
         source=f"NVIDIA H100 datasheet (2024), NVL, {_HALF}",
+        num_processors=132,
     ),
     Hardware(
         *("h200", ("NVIDIA H200",), _HOPPER_SXM, 143771 * MIB, 4800e9, 450e9),
         source=f"{_H200}, SXM: the H100's processor with other memory",
+        num_processors=132,
     ),
     Hardware(
-        "h200_nvl", ("NVIDIA H200 NVL",), _HOPPER_NVL, 143771 * MIB, 4800e9, 450e9, f"{_H200}, NVL, {_HALF}"
+        "h200_nvl",
+        ("NVIDIA H200 NVL",),
+        _HOPPER_NVL,
+        143771 * MIB,
+        4800e9,
+        450e9,
+        f"{_H200}, NVL, {_HALF}",
+        num_processors=132,
     ),
     Hardware(
         *("b200", ("NVIDIA B200",), _peaks(75, 2250, 4500), 183359 * MIB, 7700e9, 900e9),
         source=f"NVIDIA HGX B200 datasheet (2025), an eighth of the board, {_HALF}",
+        num_processors=148,
     ),
-    Hardware("gb200", ("NVIDIA GB200",), _peaks(80, 2500, 5000), 189471 * MIB, 8000e9, 900e9, _GB200),
+    Hardware(
+        "gb200",
+        ("NVIDIA GB200",),
+        _peaks(80, 2500, 5000),
+        189471 * MIB,
+        8000e9,
+        900e9,
+        _GB200,
+        num_processors=148,
+    ),
     # What torch calls a device is one of the module's two dies.
     Hardware(
         *("mi250x", ("AMD Instinct MI250X",), _peaks(47.85, 191.5), 65536 * MIB, 1638e9, 200e9),
         source=f"AMD Instinct MI250X datasheet (2021), {_DIE} eight links of 50 GB/s each way",
+        num_processors=110,
     ),
     Hardware(
         *("mi250", ("AMD Instinct MI250",), _peaks(45.25, 181.05), 65536 * MIB, 1638e9, 150e9),
         source=f"AMD Instinct MI250 datasheet (2021), {_DIE} six links of 50 GB/s each way",
+        num_processors=104,
     ),
     Hardware(
         *("mi300x", ("AMD Instinct MI300X",), _peaks(163.4, 1307.4, 2614.9), 196608 * MIB, 5300e9, 448e9),
         source="AMD Instinct MI300X datasheet (2023); seven links of 64 GB/s each way",
+        num_processors=304,
     ),
     UNKNOWN,
 )

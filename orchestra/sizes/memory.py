@@ -9,8 +9,8 @@ is made before the first step. A step adds the larger of two moments: the loss o
 layers keep their activations, and the backward pass of the last layer. Alignment of units, small vectors, and
 what libraries and the driver take are left out.
 
-The trainer takes its own block sizes from here (`chunk_tokens`, `ROUNDED_CPU`, `ROUNDED_GPU`, `FP8_WORDS`),
-so that the closed form and the code cannot disagree on them.
+The trainer takes its own block sizes from here (`chunk_tokens`, `ROUNDED_CPU`, `ROUNDED_GPU`, `FP8_WORDS`,
+`FP8_ELEMENTS`), so that the closed form and the code cannot disagree on them.
 """
 
 from __future__ import annotations
@@ -36,11 +36,18 @@ from orchestra.sizes.flops import (
     head_dim,
     key_value_width,
     num_dense_layers,
+    value_width,
     without_experts,
 )
 from orchestra.sizes.pipeline_check import HeldState, fewer_micro_batches, held_states
 from orchestra.sizes.pipeline_schedule import splits_backward
-from orchestra.sizes.training_shape import PipelineStage, RankParameters, TrainingShape, rank_parameters
+from orchestra.sizes.training_shape import (
+    PipelineStage,
+    RankParameters,
+    TrainingShape,
+    rank_parameters,
+    rounded_elements,
+)
 
 _FP32 = 4
 # Bytes of logits in one chunk of the loss when the configuration gives no size: on a GPU 8,192 tokens of
@@ -61,6 +68,8 @@ REPLAYED_CPU, REPLAYED_GPU = 1 << 16, 1 << 22
 _REPLAYED_BYTES = 32
 # Words whose gradients an output product in fp8 adds to earlier ones at a time.
 FP8_WORDS = 1 << 14
+# Elements of weights that are in fp32 at a time while they are rounded to fp8: 64 MiB.
+FP8_ELEMENTS = 1 << 24
 # Share of a device's memory that tensors can fill: the CUDA context, NCCL and fragmentation take the rest
 # before an allocation fails.
 USABLE_SHARE = 0.91
@@ -213,18 +222,18 @@ def _rounded_bytes(shape: TrainingShape, stage: PipelineStage) -> float:
     """Return what is kept of a stage's matrices in fp8: by rows and by columns, one byte an element each."""
     if shape.precision is not PrecisionName.fp8:
         return 0.0
-    model, tp = shape.model, shape.layout.tp
-    widths_of_products = 2 * (attention_width(model) // tp)
-    widths_of_products += 2 * head_dim(model) * max(model.num_key_value_heads // tp, 1)
-    num_inner = 2 if model.family is Family.gpt else 3
-    widths_of_products += num_inner * math.ceil(model.intermediate_size / tp)
-    first = shape.options.fp8_bf16_blocks
-    last = model.num_hidden_layers - first
-    num_blocks = sum(first <= layer < last for layers in stage.chunks for layer in layers)
-    rows = num_blocks * widths_of_products
+    model, layout = shape.model, shape.layout
+    first, num_dense = shape.options.fp8_bf16_blocks, num_dense_layers(model)
+    in_fp8 = range(first, model.num_hidden_layers - first)
+    of_kind = {
+        has_experts: rounded_elements(model, layout.tp, layout.ep, has_experts=has_experts)
+        for has_experts in (False, True)
+    }
+    layers = [layer for chunk in stage.chunks for layer in chunk if layer in in_fp8]
+    elements = sum(of_kind[layer >= num_dense] for layer in layers)
     if shape.options.fp8_output and stage.has_head:
-        rows += math.ceil(model.vocab_size / tp)
-    return 2.0 * rows * model.hidden_size
+        elements += math.ceil(model.vocab_size / layout.tp) * model.hidden_size
+    return 2.0 * elements
 
 
 def step_bytes(shape: TrainingShape, stage: PipelineStage, parts: RankParameters) -> StepBytes:
@@ -285,7 +294,9 @@ def _work_of(shape: TrainingShape, stage: PipelineStage, layers: range, parts: R
     dense = layer_of(shape, has_experts=False)
     kept = sum(dense.kept_bytes(kind) for kind in kinds[:num_dense])
     kept += sum(layer.kept_bytes(kind) for kind in kinds[num_dense:])
-    fewer = _kept_in_fp8(shape) * sum(kind is Recompute.none for kind in kinds)
+    is_kept = [kind is Recompute.none for kind in kinds]
+    fewer = _kept_in_fp8(shape, has_experts=False) * sum(is_kept[:num_dense])
+    fewer += _kept_in_fp8(shape, has_experts=True) * sum(is_kept[num_dense:])
     replayed = _replayed_bytes(shape, stage, parts)
     working = replace(shape, model=dense.model) if num_dense == len(kinds) else shape
     temporary = max(_temporary_bytes(working), replayed.in_layer, _gathered_keys_bytes(shape))
@@ -398,7 +409,8 @@ def _temporary_bytes(shape: TrainingShape) -> float:
         temporary = _temporary_bytes_of_mixture(shape)
     if tokens.outer > 1:
         temporary += 4 * (1 - 1 / tokens.tp) * tokens.count * model.hidden_size * tokens.width_bytes
-    if shape.precision is PrecisionName.fp8:
+    # Of a mixture the rows of its experts are more than what else is rounded.
+    if shape.precision is PrecisionName.fp8 and not model.num_experts:
         if shape.gathers_fp8:
             temporary += 8 * inner + model.hidden_size * model.intermediate_size / tokens.tp
         elif shape.zero == 3 and shape.num_shards > 1:
@@ -412,12 +424,20 @@ def _temporary_bytes(shape: TrainingShape) -> float:
 def _temporary_bytes_of_mixture(shape: TrainingShape) -> float:
     """Return what the backward pass of a mixture needs: the gradients of its experts' outputs and their
     products with these, in fp32 (and where that is another type the copy that it is made of), or two
-    gradients of the inner width beside those of rows.
+    gradients of the inner width beside those of rows. In fp8 rows are rounded by columns, by a copy in order
+    and two of fp32 too; and gathered weights where they are used, by a copy transposed, its numbers
+    and parts of it in fp32.
     """
-    model, tokens = shape.model, shape.tokens
+    model, tokens, layout = shape.model, shape.tokens, shape.layout
     row = tokens.count * model.num_experts_per_tok * model.hidden_size
     weighing = row * (2 * _FP32 if tokens.width_bytes == _FP32 else 2 * _FP32 + tokens.width_bytes)
     inner = tokens.count * model.num_experts_per_tok * expert_width(model) / tokens.tp
+    if shape.precision is PrecisionName.fp8:
+        rounding = weighing + (tokens.width_bytes + 1) * inner
+        if shape.zero < 3 or shape.num_shards == 1:
+            return rounding
+        stack = math.ceil(model.num_experts / layout.ep) * model.hidden_size * expert_width(model) / tokens.tp
+        return max(rounding, 3 * stack + 2 * _FP32 * min(stack, FP8_ELEMENTS) + 2 * tokens.width_bytes * row)
     multiplying = (row + 2 * inner) * tokens.width_bytes if shape.options.is_gpu else row * tokens.width_bytes
     return max(weighing, multiplying)
 
@@ -435,16 +455,19 @@ def _gathered_keys_bytes(shape: TrainingShape) -> float:
     return 3 * 2 * tokens.count * cp * width * tokens.width_bytes
 
 
-def _kept_in_fp8(shape: TrainingShape) -> float:
+def _kept_in_fp8(shape: TrainingShape, *, has_experts: bool) -> float:
     """Return how much less a layer keeps whose products' inputs are kept in one byte: the norms' outputs and
-    the feed-forward's; the attention's is kept besides, for itself.
+    the feed-forward's; the attention's is kept besides, for itself. Of a mixture its shared expert's: what
+    its experts multiply is rounded by rows, and kept in 16 bits.
     """
     if shape.precision is not PrecisionName.fp8 or not shape.options.keeps_fp8_inputs:
         return 0.0
     model, tokens = shape.model, shape.tokens
-    norms = 0 if tokens.tp > 1 else 2 * model.hidden_size
-    inner = (model.intermediate_size - attention_width(model)) / tokens.tp
-    return tokens.count * (norms + inner)
+    is_mixture = has_experts and model.num_experts > 0
+    width = model.shared_expert_intermediate_size if is_mixture else model.intermediate_size
+    num_norms = 1 if is_mixture and not width else 2
+    norms = 0 if tokens.tp > 1 else num_norms * model.hidden_size
+    return tokens.count * (norms + (width - value_width(model)) / tokens.tp)
 
 
 def _is_summed_in_another_type(shape: TrainingShape) -> bool:

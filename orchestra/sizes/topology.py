@@ -4,7 +4,8 @@ Ranks are numbered with `tp` fastest, then `cp`, then `dp`, and `pp` slowest (Me
 torchrun numbers the ranks of a node consecutively, so the axis that talks most, several times per layer,
 stays inside a node; `cp` talks once per layer, `dp` once per step after the backward pass, and `pp`
 sends one activation per micro-batch, which the slowest link carries. Expert parallelism (`ep`) divides `dp`:
-neighbours on that axis share out the experts, and a rank has the same ones as every `ep`-th of them.
+neighbours on that axis share out the experts, and a rank has the same ones as every `ep`-th of them. ZeRO
+shards experts over those of them that it shards all else over.
 
 Ranks of `cp` have parts of the same sequences and the same parameters, so gradients are summed over `dp` ×
 `cp`. That product is `replicate` × `shard` too: ZeRO shards over neighbours, those of `cp` first, which with
@@ -71,10 +72,8 @@ class Layout:
     @property
     def expert_shard(self) -> int:
         """Number of ranks over which ZeRO shards the parameters of experts: those that have the same ones."""
-        if self.ep == 1 or self.shard == 1:
-            return self.shard
-        # A rule refuses hybrid sharding beside `ep`.
-        return self.dp // self.ep * self.cp
+        # A rule sees to it that each shard group has all experts, and as often as `cp` has ranks.
+        return 1 if self.shard == 1 else self.shard // self.ep
 
     def shard_index(self, place: Coordinates) -> int:
         """Return which of the shards the rank at `place` owns."""
@@ -82,9 +81,11 @@ class Layout:
 
     def expert_shard_index(self, place: Coordinates) -> int:
         """Return which of the shards of its experts' parameters the rank at `place` owns."""
-        if self.ep == 1:
-            return self.shard_index(place)
-        return (place.dp // self.ep * self.cp + place.cp) % self.expert_shard
+        return self._same_experts_index(place) % self.expert_shard
+
+    def _same_experts_index(self, place: Coordinates) -> int:
+        """Return which of the ranks with the same experts the rank at `place` is."""
+        return place.dp // self.ep * self.cp + place.cp
 
     def ep_index(self, place: Coordinates) -> int:
         """Return which of the shares of the experts the rank at `place` has."""
@@ -110,7 +111,8 @@ class Layout:
         """Return the ranks, in order, whose places differ from that of `rank` on no other axes than these.
 
         Axes: tp, pp, and either dp and cp, or the two of which these consist together: replicate and shard;
-        or cp and the two of which dp consists: ep, and expert_dp of the ranks that have the same experts.
+        or the three of which these consist: ep, and of the ranks that have the same experts expert_replicate
+        and expert_shard.
         """
         here = self._split(rank, axes)
         fixed = [(axis, index) for axis, index in here.items() if axis not in axes]
@@ -124,9 +126,10 @@ class Layout:
         if not {"replicate", "shard"}.isdisjoint(axes):
             replicate = (place.dp * self.cp + place.cp) // self.shard
             return {"replicate": replicate, "shard": self.shard_index(place), **model}
-        if not {"ep", "expert_dp"}.isdisjoint(axes):
-            of_experts = {"expert_dp": place.dp // self.ep, "ep": self.ep_index(place)}
-            return {**of_experts, "cp": place.cp, **model}
+        if not {"ep", "expert_replicate", "expert_shard"}.isdisjoint(axes):
+            replicate, shard = divmod(self._same_experts_index(place), self.expert_shard)
+            of_experts = {"expert_replicate": replicate, "expert_shard": shard}
+            return {**of_experts, "ep": self.ep_index(place), **model}
         return {"dp": place.dp, "cp": place.cp, **model}
 
 

@@ -147,6 +147,21 @@ def rank_parameters(
     )
 
 
+def rounded_elements(model: ModelConfig, tp: int, ep: int, *, has_experts: bool) -> int:
+    """Return the elements of a rank's matrices of one layer that products in fp8 round: no router."""
+    shaped = model if has_experts else without_experts(model)
+    hidden, is_gpt = model.hidden_size, model.family is Family.gpt
+    vectors = 2 * head_dim(model) if model.qk_norm else 0
+    if model.kv_lora_rank is not None:
+        vectors = model.kv_lora_rank + (model.q_lora_rank or 0)
+    if is_gpt:
+        kv = head_dim(model) * max(model.num_key_value_heads // tp, 1)
+        vectors = attention_width(model) // tp + 2 * kv + math.ceil(model.intermediate_size / tp) + 2 * hidden
+    tensors = sum(_attention_tensors(model, tp)) + sum(_feed_forward_tensors(shaped, tp))
+    experts = sum(rank_parameters(shaped, tp, ep).of_experts)
+    return tensors - vectors - shaped.num_experts * hidden + experts
+
+
 def _attention_tensors(model: ModelConfig, tp: int) -> tuple[int, ...]:
     hidden, query = model.hidden_size, attention_width(model) // tp
     if model.kv_lora_rank is not None:

@@ -213,6 +213,10 @@ class Checkpoints:
     health: SaveHealth
     # What no step trains on.
     left_out: tuple[Stretch, ...] = ()
+    # Whether the step asked about last is saved by the rhythm or the clock, and not for the attempt's end
+    # alone: at those experts may move, so that a run that was stopped has moved no others than one that was
+    # not.
+    is_regular: bool = False
 
     def begin(self, goes_on: Callable[[], None] = lambda: None) -> Position:
         """Return where to continue from, the state filled, and make ready to save. `goes_on` is called before
@@ -232,8 +236,8 @@ class Checkpoints:
         """Whether the state after `step` is to be saved. `is_last`: this attempt ends there; `by_clock`: all
         ranks have agreed to save it by rank 0's clock.
         """
-        is_due = self.rhythm.is_due(step) or by_clock
-        return self.context.saves and (is_due or self._is_end(step, is_last))
+        self.is_regular = self.rhythm.is_due(step) or by_clock
+        return self.context.saves and (self.is_regular or self._is_end(step, is_last))
 
     def _is_end(self, step: int, is_last: bool) -> bool:
         return is_last or step == self.context.last_step
@@ -258,13 +262,31 @@ class Checkpoints:
         waits until it is committed. A last one is tried again for `checkpoint.last_save_patience_s`, and for
         no longer than rank 0's `left_s()` seconds from then; in the end once in the run's fallback. `goes_on`
         is called before each try. Raises UnsavedError where it can be written nowhere.
+
+        Experts that are to move do once the state is copied, where the attempt goes on.
         """
+        if self.is_regular and self.state.experts is not None:
+            self.state.experts.plan()
         if self._is_end(position.step, is_last):
             self._save_last(position, left_s, goes_on)
             return
         self.checkpointer.save(position.step, self.state.snapshot(), self._document(position))
         if not self.context.settings.async_save:
             self._failure()
+        self._move_experts(position.step)
+
+    def _move_experts(self, step: int) -> None:
+        """Bring experts where the save says that they are."""
+        if self.state.experts is None or not self.state.experts.is_planned:
+            return
+        if self.copies is not None:
+            self.copies.await_read()
+        moved = self.state.move_experts()
+        self.checkpointer.plan_anew()
+        peers = self.context.peers
+        num_bytes = sum(peers.exchange(peers.unused("experts moved"), moved.bytes))
+        if peers.is_coordinator:
+            self.context.record("experts_moved", {"step": step, **asdict(moved), "bytes": num_bytes})
 
     def roll_back(self, bad: BadSteps, reached: int, batches: BatchRamp) -> RollBackError:
         """Decide where the run goes back to from some bad steps, and record it on the disk; return the error
@@ -397,6 +419,7 @@ class Checkpoints:
             num_updates=self.state.num_updates,
             left_out=self.left_out,
             optimizer_values=tuple(self.state.optimizer_values),
+            experts={} if self.state.experts is None else self.state.experts.state(),
         )
         identity = {"wandb_id": self.context.wandb_id, "config": self.context.facts}
         return {**position_to_json(full), **identity}

@@ -226,8 +226,15 @@ class MemoryCopies(StepHook):
         self._under_way = self._pool.submit(self._copy, slot, targets, facts, ready, self._is_copied)
 
     def enter(self, phase: Phase, step: int, micro_batch: int, turn: int) -> None:  # noqa: ARG002
-        """Wait before an update until the copy under way has read the state. On a GPU its stream waits."""
-        if phase is Phase.update and self._under_way is not None:
+        """Wait before an update until the copy under way has read the state."""
+        if phase is Phase.update:
+            self.await_read()
+
+    def await_read(self) -> None:
+        """Wait until the copy under way has read the state, which may then change. On a GPU its stream
+        waits.
+        """
+        if self._under_way is not None:
             self._is_copied.wait()
             self._device.block_stream()
 

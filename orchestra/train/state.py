@@ -38,6 +38,7 @@ from orchestra.errors import StorageOutageError, TrainingError, UnusableCheckpoi
 from orchestra.optim.adamw import Trained
 from orchestra.optim.plugged import Optimizer
 from orchestra.parallel.apply import Parallelized
+from orchestra.parallel.experts.placed_experts import MovedExperts
 from orchestra.parallel.mesh import Mesh
 from orchestra.parallel.places import parts_of
 from orchestra.precision.policies import MOST, ScaleState
@@ -83,8 +84,10 @@ class TensorState:
         self._optimizer = optimizer
         self._state_file = parallelized.units.state_file
         self._generators = _generators(mesh)
-        self._shards = self._masters()
-        self._shards += self._state_of_optimizer()
+        self.experts = parallelized.placed_experts
+        # By where they lie in the whole tensors now, and where they did when this was made: copies in memory,
+        # which hold what is in a place whichever expert that is, keep to the latter.
+        self._shards = self._by_slot = self._laid()
         shapes = parallelized.shapes
         self._shapes = {f"model.{name}": shape for name, shape in shapes.items()}
         if (balance := parallelized.expert_balance) is not None:
@@ -92,6 +95,9 @@ class TensorState:
         for name in shapes:
             for kind, shape in optimizer.kinds[name].items():
                 self._shapes[f"optimizer.{kind}.{name}"] = shapes[name] if shape is None else shape
+
+    def _laid(self) -> list[Shard]:
+        return [*self._masters(), *self._state_of_optimizer()]
 
     @property
     def num_updates(self) -> int:
@@ -154,16 +160,40 @@ class TensorState:
         self._parallelized.stage.settle()
         if self._state_file is not None:
             self._state_file.verify()
-        return self.held()
+        return self._with_generators(self._shards)
 
     def held(self) -> list[Shard]:
-        """Return the same shards without waiting for the parameters that are being gathered: none of them
-        belongs to this rank's state. *Any rank*.
+        """Return the same tensors without waiting for the parameters that are being gathered: none of them
+        belongs to this rank's state. Names and offsets stay where experts move. *Any rank*.
         """
+        return self._with_generators(self._by_slot)
+
+    def _with_generators(self, shards: Sequence[Shard]) -> list[Shard]:
         self._parallelized.stage.await_update()
         for name, kept in self._generators.items():
             kept.copy_(_generator_state(name))
-        return [*self._shards, *(whole(name, kept) for name, kept in self._generators.items())]
+        return [*shards, *(whole(name, kept) for name, kept in self._generators.items())]
+
+    def move_experts(self) -> MovedExperts:
+        """Move the experts that are planned to. Nobody may read the state meanwhile. *Collective*."""
+        assert self.experts is not None
+        self._parallelized.stage.settle()
+        self._make_writable()
+        moved = self.experts.move(self._shaped_like_master)
+        self.copy_masters_to_parameters()
+        self._shards = self._laid()
+        return moved
+
+    def _shaped_like_master(self, item: Trained) -> list[Tensor]:
+        state = self._optimizer.state[item.master]
+        shaped = [name for name, kind in self._optimizer.kinds[item.name].items() if kind is None]
+        return [item.master, *(state[name] for name in sorted(shaped) if name in state)]
+
+    def _place_experts(self, stored: Any) -> None:
+        """Take experts to lie where a saved state has them, before they are filled or after."""
+        if self.experts is not None:
+            self.experts.restore(stored if isinstance(stored, Mapping) else {})
+            self._shards = self._laid()
 
     def wanted(self, manifest: Manifest) -> list[Shard]:
         """Return the shards to fill: all of model and optimizer, and the generators that the checkpoint has.
@@ -171,6 +201,7 @@ class TensorState:
         Raises UnusableCheckpointError where the checkpoint is that of another model.
         """
         self._refuse_others(manifest)
+        self._place_experts(manifest.state.get("experts"))
         self._make_writable()
         kept = [
             whole(name, kept)
@@ -183,6 +214,8 @@ class TensorState:
         """Compute the rest of the state from shards that were filled: those that a checkpoint has, or with
         None all of them. *Collective*.
         """
+        if manifest is None:
+            self._place_experts(begin.experts)
         self.copy_masters_to_parameters()
         self._optimizer.num_updates = begin.num_updates
         self._optimizer.restored(begin.optimizer_values)
@@ -440,6 +473,8 @@ class Position:
     optimizer_values: tuple[Mapping[str, Any], ...] = ()
     # The states of train.callbacks by their targets, rank 0's.
     callbacks: Mapping[str, Any] = field(default_factory=dict)
+    # Which ranks have which experts, and their tokens (`PlacedExperts.state`).
+    experts: Mapping[str, Any] = field(default_factory=dict)
 
 
 def position_to_json(position: Position) -> dict[str, Any]:
@@ -454,6 +489,8 @@ def position_to_json(position: Position) -> dict[str, Any]:
         others["fp8_sizes"] = dict(position.fp8_sizes)
     if position.callbacks:
         others["callbacks"] = dict(position.callbacks)
+    if position.experts:
+        others["experts"] = dict(position.experts)
     if position.left_out:
         others["left_out"] = to_lists(position.left_out)
     return {
@@ -489,6 +526,7 @@ def position_from_json(state: Mapping[str, Any]) -> Position:
         left_out=from_lists(state.get("left_out")),
         optimizer_values=_optimizer_values(state),
         callbacks=state["callbacks"] if isinstance(state.get("callbacks"), Mapping) else {},
+        experts=state["experts"] if isinstance(state.get("experts"), Mapping) else {},
     )
 
 

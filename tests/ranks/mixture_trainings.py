@@ -22,6 +22,7 @@ from checkpointing.shards import Shard
 from conf.schema import Config, ModelConfig, PipelineSchedule, Recompute
 from orchestra.parallel.context.sequence_parts import HeadAndTail
 from orchestra.parallel.expert_balance import mixtures_of
+from orchestra.parallel.experts.placed_experts import MovedExperts
 from orchestra.parallel.mesh import Mesh
 from orchestra.run.heartbeat import Phase
 from orchestra.sizes.topology import layout
@@ -128,23 +129,37 @@ class MixtureTrained(Trained):
     # Tokens of each expert in the last step, and dropped ones, by layer.
     loads: list[tuple[list[int], int]]
     bytes_sent: dict[str, int]
+    moved: MovedExperts | None
 
 
 def trained_mixture(
-    rank: int, world: int, config: Config, choices: Choices | None, steps: int, *, replays: bool = True
+    rank: int,
+    world: int,
+    config: Config,
+    choices: Choices | None,
+    steps: int,
+    *,
+    replays: bool = True,
+    moves_after: int | None = None,
 ) -> MixtureTrained:
-    """Train from the start. *Collective* over the pool."""
+    """Train from the start; after one of the steps experts move. *Collective* over the pool."""
     passes, gradients = _Passes(choices, replays), GradientsOfStep()
     mesh = mesh_of(rank, layout(config.parallelism, world))
     gradients.training = training = build_training(config, mesh, StepHooks((passes, gradients)))
     passes.attach(training, mesh)
     rows = take_steps(config, training, mesh, [1])
     gradients.training = None
-    rows += take_steps(config, training, mesh, range(2, steps + 1))
+    state = TensorState(training.parallelized, training.optimizer, mesh)
+    rows += take_steps(config, training, mesh, range(2, (moves_after or steps) + 1))
+    moved = None
+    if moves_after is not None:
+        assert state.experts is not None
+        state.experts.plan()
+        moved = state.move_experts()
+        rows += take_steps(config, training, mesh, range(moves_after + 1, steps + 1))
     balance = training.parallelized.expert_balance
     assert balance is not None
     loads = [(load.tokens_per_expert, load.dropped) for load in balance.loads().values()]
-    state = TensorState(training.parallelized, training.optimizer, mesh)
     shards = [shard for shard in state.snapshot() if not shard.name.startswith("rng.")]
     training.parallelized.stage.settle()
     training.parallelized.stage.close()
@@ -157,6 +172,7 @@ def trained_mixture(
         passes.num_flips,
         loads,
         dict(mesh.traffic.bytes_sent),
+        moved,
     )
 
 

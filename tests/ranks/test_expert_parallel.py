@@ -74,11 +74,16 @@ OF_FOUR: tuple[Config, ...] = (
     mixed(dp=2, ep=2, pp=2, zero=3, accumulation=4),
     mixed(NORMED, dp=2, ep=2, pp=2, accumulation=4, schedule="zero_bubble"),
     mixed(ep=1, tp=2, pp=2, accumulation=4, schedule="afab"),
+    # Two replicas of two shards: one rank alone has its experts' part.
+    mixed(TIGHT, dp=4, ep=2, zero=3, shard_degree=2, accumulation=2),
 )
 OF_EIGHT: tuple[Config, ...] = (
     mixed(TIGHT, dp=4, ep=4, pp=2, zero=2, accumulation=2),
     mixed(TIGHT, dp=2, ep=2, tp=2, cp=2, zero=1),
     mixed(dp=2, ep=2, pp=2, tp=2, sequence_parallel=True, zero=3, accumulation=2),
+    # Two replicas of four shards, of which two have the same experts.
+    mixed(dp=8, ep=2, zero=2, shard_degree=4),
+    mixed(TIGHT, dp=4, ep=2, cp=2, zero=3, shard_degree=4, accumulation=2),
 )
 FIVE = replace(MIXTURE, num_experts=5)
 OF_THREE = (mixed(FIVE, dp=3, ep=3, num_sequences=6), mixed(FIVE, dp=3, ep=3, num_sequences=6, zero=3))
@@ -250,6 +255,7 @@ def test_a_save_is_the_same_on_any_layout(ranks: Ranks, tmp_path: Path) -> None:
     assert [found[:2] for found in again] == list(zip(rows, state, strict=True))
     others = (
         (4, mixed(dp=4, ep=2, zero=3, precision="bf16")),
+        (4, mixed(dp=4, ep=2, zero=2, shard_degree=2, precision="bf16")),
         (4, mixed(dp=2, ep=2, tp=2, sequence_parallel=True, precision="bf16")),
         (4, mixed(dp=2, ep=2, pp=2, zero=2, accumulation=2, precision="bf16")),
         (2, mixed(dp=2, ep=2, zero=2, precision="bf16")),

@@ -17,7 +17,7 @@ from attempts import EVERY, STEPS, attempt_of, config_of, events_of, kill_all, r
 from pool import RankPool, Ranks
 
 from checkpointing import checksums
-from conf.schema import StateDType
+from conf.schema import ExpertPlacement, StateDType
 from launchers.memory_store.exchange import CopyPusher, CopyServer, bring_copies
 from launchers.memory_store.store import OWN, CopyStore, open_copy_store
 from orchestra.data.order import read_ledger
@@ -97,7 +97,8 @@ def next_plan(nodes: list[Node], alive: Sequence[int], order: Sequence[int], pat
         (2, {"zero": 1, "state_dtype": StateDType.bf16, "precision": "bf16"}),
         (2, {"tp": 2, "zero": 0}),
         (4, {"tp": 2, "zero": 2}),
-        (4, {"num_experts": 5, "ep": 2, "zero": 2}),
+        # Experts have moved before the copy, and do again after it.
+        (4, {"num_experts": 5, "ep": 2, "zero": 2, "expert_placement": ExpertPlacement.auto}),
     ],
     ids=str,
 )
@@ -121,6 +122,8 @@ def test_a_lost_node_is_replaced_from_its_neighbours_memory_bit_for_bit(
     assert rows(path) == rows(alone)
     assert read_ledger(RunDir(path)) == read_ledger(RunDir(alone))
     assert (restored(path)["source"], restored(path)["step"]) == ("memory", COPIED)
+    moved = [event["attempt"] for event in events_of(path, "experts_moved")]
+    assert moved == ([0, 1] if "expert_placement" in settings else [])
 
 
 def test_a_node_that_takes_over_its_neighbours_ranks_needs_no_network(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -114,13 +115,12 @@ def test_a_rank_that_hangs_in_a_collective_is_found_before_the_outer_limit(clust
     run.wait_for_event("hang_detected", 80)
     run.assert_job_ends("COMPLETED")
     (hang,) = run.events("hang_detected")
-    # The other node's rank has come as far as the next step's gradients, and waits there.
     assert (hang["rank"], hang["step"], hang["phase"], hang["limit"]) == (1, 20, "reduce", 20.0)
     assert "loop_in_python" in run.dir.rank_stacks(0, 1).read_text()
     (stall,) = json.loads(cluster.orchestra("why", run.dir.name, "--json").stdout)["stalled_collectives"]
-    assert stall.startswith("rank 1 has not entered all_reduce "), stall
-    assert "of group dp (2 ranks, fp32[" in stall
-    assert stall.endswith("; rank 0 waits there")
+    # For the next step's gradients, or on a slow machine for the word on stopping that comes before them.
+    entered = r"(all_reduce \d+ of group dp \(2 ranks, fp32|broadcast \d+ of group dp \(2 ranks, long)\["
+    assert re.match(f"rank 1 has not entered {entered}.*; rank 0 waits there$", stall), stall
     assert run.steps() == list(range(1, 31))
 
 

@@ -123,6 +123,8 @@ class Progress:
             elif name == "last_save_waits":
                 patience = figures.duration(event.get("patience_s"))
                 self._notices.append(f"its state is kept in memory, and saving it tried again for {patience}")
+            elif name == "experts_moved":
+                self._notices.append(_moved_experts(event, step))
             elif name == "stop_requested":
                 self._notices.append(f"stopping after step {step}: {event.get('reason', 'asked to')}")
             elif name == "restored":
@@ -192,6 +194,12 @@ def _shared_devices(event: Record) -> str:
     nccl = f"NCCL {event['nccl']}" if event.get("nccl") else "NCCL"
     carrier = nccl if event.get("backend") == "nccl" else f"gloo, for want of a newer {nccl}"
     return f"{event.get('ranks')} ranks share a GPU; their collectives go over {carrier}"
+
+
+def _moved_experts(event: Record, step: int) -> str:
+    before, expected = (figures.quantity(event.get(key)) for key in ("load_before", "load_expected"))
+    moved = f"{event.get('experts')} experts of {event.get('layers')} layers moved"
+    return f"step {step}: {moved}; the busiest rank had {before} times the mean's tokens, so {expected}"
 
 
 def _restored(event: Record, step: int) -> str:

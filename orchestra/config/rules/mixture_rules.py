@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from conf.schema import Config, ContextMethod, Family, MoeBalance, Offload, PrecisionName
+from conf.schema import Config, ContextMethod, Family, MoeBalance, Offload
 from orchestra.config.keys import shown
 from orchestra.config.machine import Situation
 from orchestra.sizes.topology import divisors, listed
@@ -127,15 +127,3 @@ def rule_head_norms(config: Config, _: Situation) -> Iterator[str]:
     model = config.model
     if model.qk_norm and (model.family is not Family.llama or model.kv_lora_rank is not None):
         yield ("model.qk_norm=true is for heads of the family llama without latents; use model.qk_norm=false")
-
-
-def rule_mixture_precision(config: Config, _: Situation) -> Iterator[str]:
-    model = config.model
-    if config.precision.name is not PrecisionName.fp8:
-        return
-    without = {
-        f"model.num_experts={model.num_experts}": model.num_experts > 0,
-        f"model.kv_lora_rank={model.kv_lora_rank}": model.kv_lora_rank is not None,
-    }
-    for found in (key for key, is_there in without.items() if is_there):
-        yield f"precision=fp8 with {found}, whose products are not taken in fp8 yet; use precision=bf16"

@@ -22,7 +22,7 @@ from conf.schema import (
 from orchestra.config.machine import Situation, data_parallel, world_size
 from orchestra.errors import ConfigError
 from orchestra.sizes.activations import budget_problems, layer_activations
-from orchestra.sizes.flops import head_dim, inner_widths
+from orchestra.sizes.flops import head_dim, inner_widths, value_width
 from orchestra.sizes.pipeline_schedule import pipeline_shape, shape_problem, splits_backward
 from orchestra.sizes.stage_cut import stages_problems
 from orchestra.sizes.topology import (
@@ -209,10 +209,12 @@ def rule_sharding(config: Config, _: Situation) -> Iterator[str]:
         return
     if parallelism.zero == 0:
         yield f"parallelism.shard_degree={degree} needs parallelism.zero=1, 2 or 3; set it, or use null"
-    if parallelism.ep > 1 and dp is not None and degree != dp * cp:
+    least = parallelism.ep * cp
+    if parallelism.ep > 1 and degree % least:
+        product = f"parallelism.ep={parallelism.ep}" + ("" if cp == 1 else f" × parallelism.cp={cp}")
         yield (
-            f"parallelism.shard_degree={degree} with parallelism.ep={parallelism.ep}: ZeRO shards "
-            "experts over all ranks with the same ones, all else over data and context parallelism; use null"
+            f"parallelism.shard_degree={degree} is not a multiple of {product}: the ranks that ZeRO shards "
+            f"over have to have all experts; use {listed(nearest_multiples(degree, least))}"
         )
     if dp is not None and dp * cp % degree:
         product = f"dp={dp}" if cp == 1 else f"dp·cp = {dp}·{cp}"
@@ -248,9 +250,9 @@ def rule_fp8(config: Config, _: Situation) -> Iterator[str]:
         )
     sizes = {
         "model.hidden_size": model.hidden_size,
-        "model.intermediate_size / parallelism.tp": model.intermediate_size // tp,
+        **{f"model.{key} / parallelism.tp": width // tp for key, width in inner_widths(model).items()},
         "the heads' width / parallelism.tp": head_dim(model) * heads // tp,
-        "the key-value heads' width / parallelism.tp": head_dim(model) * max(1, kv_heads // tp),
+        **_fp8_keys(config),
         **_fp8_tokens(config),
         **_fp8_output(config),
     }
@@ -280,6 +282,23 @@ def rule_fp8_choices(config: Config, _: Situation) -> Iterator[str]:
         )
 
 
+def _fp8_keys(config: Config) -> dict[str, int]:
+    """Return the sizes of the products that make keys and values, and the latents of latent attention."""
+    model, tp = config.model, config.parallelism.tp
+    latent, heads = model.kv_lora_rank, model.num_attention_heads
+    if latent is None:
+        width = head_dim(model) * max(1, model.num_key_value_heads // tp)
+        return {"the key-value heads' width / parallelism.tp": width}
+    both = model.qk_nope_head_dim + model.v_head_dim
+    return {
+        **({} if model.q_lora_rank is None else {"model.q_lora_rank": model.q_lora_rank}),
+        "model.kv_lora_rank": latent,
+        "model.kv_lora_rank + model.qk_rope_head_dim": latent + model.qk_rope_head_dim,
+        "heads × (model.qk_nope_head_dim + model.v_head_dim) / parallelism.tp": heads * both // tp,
+        "heads × model.v_head_dim / parallelism.tp": value_width(model) // tp,
+    }
+
+
 def _fp8_tokens(config: Config) -> dict[str, int]:
     dp = data_parallel(config)
     if dp is None or config.train.micro_batch_size == "auto":
@@ -288,10 +307,15 @@ def _fp8_tokens(config: Config) -> dict[str, int]:
         batch = batch_shape(config.train, dp)
     except ConfigError:
         return {}
-    name, cp = "train.micro_batch_size × train.seq_len", config.parallelism.cp
-    if cp > 1:
+    name, parallelism = "train.micro_batch_size × train.seq_len", config.parallelism
+    num_tokens = batch.micro_batch_size * batch.seq_len // parallelism.cp
+    if parallelism.cp > 1:
         name = f"{name} / parallelism.cp"
-    return {name: batch.micro_batch_size * batch.seq_len // cp}
+    sizes = {name: num_tokens}
+    if config.model.kv_lora_rank is not None and parallelism.sequence_parallel:
+        # Latents are made of a rank's own part of the tokens.
+        sizes[f"{name} / parallelism.tp"] = num_tokens // parallelism.tp
+    return sizes
 
 
 def _fp8_output(config: Config) -> dict[str, int]:

@@ -11,7 +11,7 @@ Shape letters: M rows, E hidden size, X experts, F inner width of an expert.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,9 @@ _KERNEL_DTYPE = torch.bfloat16
 _KERNEL_ELEMENTS = 8
 # Where a gradient goes, and whether it adds to what is there.
 _Memory = tuple[Tensor, bool]
+# Given rows [M, I] sorted by expert, how many each expert has, and stacked weights [X, O, I], returns the
+# products [M, O] of each.
+GroupedProducts = Callable[..., tuple[Tensor, ...]]
 
 
 class Experts(nn.Module):
@@ -47,12 +50,18 @@ class Experts(nn.Module):
         self.gate_proj = nn.Parameter(torch.empty(num, width, hidden))
         self.up_proj = nn.Parameter(torch.empty(num, width, hidden))
         self.down_proj = nn.Parameter(torch.empty(num, hidden, width))
+        # Another precision puts its own in this place.
+        self.products: GroupedProducts | None = None
 
     def forward(self, rows_ME: Tensor, counts_X: Tensor) -> Tensor:
         """Return [M, E] for rows sorted by expert, of which each has so many as `counts_X` (int64) says.
 
         Rows after those of the last expert belong to none; their results mean nothing.
         """
+        if self.products is not None:
+            gate_MF, up_MF = self.products(rows_ME, counts_X, self.gate_proj, self.up_proj)
+            (made_ME,) = self.products(swiglu(gate_MF, up_MF), counts_X, self.down_proj)
+            return made_ME
         weights = (self.gate_proj, self.up_proj, self.down_proj)
         # Without a row the kernel may leave the weights without a gradient.
         if self._has_kernel and len(rows_ME):
@@ -63,7 +72,7 @@ class Experts(nn.Module):
     @property
     def num_products(self) -> int:
         """How many operators a forward pass takes the products by."""
-        return 3 if self._has_kernel else 1
+        return 3 if self._has_kernel or self.products is not None else 1
 
     @property
     def _has_kernel(self) -> bool:

@@ -176,13 +176,22 @@ class ExchangedDispatch:
 
     def __init__(self, group: ExchangeGroup, shares: ExpertShares) -> None:
         self._group, self._shares = group, shares
+        # Each expert's place in the room of all ranks, and after them that of choices that no expert takes.
+        self._places: Tensor | None = None
+
+    def follow(self, shares: ExpertShares) -> None:
+        """Bring tokens to experts by other shares from now on. *Any rank*, between two steps."""
+        self._shares, self._places = shares, None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, x_TE: Tensor, experts_TK: Tensor) -> Combine:
-        expert_M, order_M = experts_TK.flatten().sort(stable=True)
+        num_places = self._shares.num_ranks * self._shares.padded
+        if self._places is None:
+            self._places = torch.tensor([*self._shares.places, num_places], device=experts_TK.device)
+        sorted_M, order_M = self._places[experts_TK].flatten().sort(stable=True)
         place_TK = inverse(order_M).view(experts_TK.shape)
-        counts_X = counts_of(expert_M[None], self._shares.num_experts)[0]
-        arrivals = self._announced(counts_X, len(expert_M))
+        counts_NP = counts_of(sorted_M[None], num_places).view(self._shares.num_ranks, -1)
+        arrivals = self._announced(counts_NP, len(order_M))
         rows_ME = gathered_rows(x_TE, order_M, place_TK)
         # Choices that no expert takes come last: they stay here.
         num_sent = sum(arrivals.sent)
@@ -203,33 +212,31 @@ class ExchangedDispatch:
         return combine  # type: ignore[no-any-return]
 
     @torch.no_grad()
-    def _announced(self, counts_X: Tensor, num_rows: int) -> _Arrivals:
+    def _announced(self, counts_NP: Tensor, num_rows: int) -> _Arrivals:
         """Tell all ranks how many rows they get for each of their experts. Waits for the device, but in a
         repetition.
         """
-        num_ranks, padded = self._shares.num_ranks, self._shares.padded
-        sent, received, coming_NP = once(lambda: self._asked(counts_X, num_rows))
-        expert_P = torch.arange(padded, device=counts_X.device)
+        num_ranks, padded = counts_NP.shape
+        sent, received, coming_NP = once(lambda: self._asked(counts_NP, num_rows))
+        expert_P = torch.arange(padded, device=counts_NP.device)
         expert_R = expert_P.repeat(num_ranks)
-        if is_fake(counts_X):
-            order_R = torch.arange(sum(received), device=counts_X.device)
+        if is_fake(counts_NP):
+            order_R = torch.arange(sum(received), device=counts_NP.device)
         else:
             expert_R = expert_R.repeat_interleave(coming_NP.flatten(), output_size=sum(received))
             order_R = expert_R.sort(stable=True).indices
         return _Arrivals(sent, received, coming_NP.sum(0), order_R, inverse(order_R))
 
-    def _asked(self, counts_X: Tensor, num_rows: int) -> tuple[list[int], list[int], Tensor]:
+    def _asked(self, counts_NP: Tensor, num_rows: int) -> tuple[list[int], list[int], Tensor]:
         """Return how many rows go to each rank and come from it, and for which expert these are [N, P]."""
-        shares = self._shares
-        own_NP = counts_X.new_zeros(shares.num_ranks, shares.padded)
-        own_NP.view(-1)[shares.places(counts_X.device)] = counts_X
-        coming_NP = torch.empty_like(own_NP)
-        self._group.traffic.add_all_to_all(own_NP.nbytes, shares.num_ranks)
+        num_ranks = len(counts_NP)
+        coming_NP = torch.empty_like(counts_NP)
+        self._group.traffic.add_all_to_all(counts_NP.nbytes, num_ranks)
         with marked(Part.communication):
-            dist.all_to_all_single(coming_NP, own_NP, group=self._group.process_group)
-        if is_fake(counts_X):
+            dist.all_to_all_single(coming_NP, counts_NP, group=self._group.process_group)
+        if is_fake(counts_NP):
             # Without values every rank sends as much to each.
-            sent = received = [num_rows // shares.num_ranks] * shares.num_ranks
+            sent = received = [num_rows // num_ranks] * num_ranks
         else:
-            sent, received = torch.stack([own_NP.sum(1), coming_NP.sum(1)]).tolist()
+            sent, received = torch.stack([counts_NP.sum(1), coming_NP.sum(1)]).tolist()
         return sent, received, coming_NP

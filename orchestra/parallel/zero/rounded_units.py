@@ -3,7 +3,8 @@
 Each rank rounds its own range, by the scale of the whole matrix: the bits are those of a matrix that is
 rounded where it has arrived. The largest numbers of all matrices come from all ranks in one message a step.
 The bytes lie where the unit's parameters would, in the first half of the buffer. What else is in such a unit
-(norms, biases) is small: every rank keeps it whole, and gathers that of all units in one more message a step.
+(norms, biases, a router) is small: every rank keeps it whole, and gathers that of all units in one more
+message a step.
 """
 
 from __future__ import annotations

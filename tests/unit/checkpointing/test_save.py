@@ -186,6 +186,36 @@ class FullDisk(LocalStorage):
         return file
 
 
+def test_shards_that_change_places_between_saves_are_written_where_they_are_then(place: Path) -> None:
+    is_free = threading.Event()
+
+    def hold(_rank: int, name: str, _step: int) -> None:
+        if name == "mid_file":
+            is_free.wait(20)
+
+    storage = LocalStorage(place)
+    ranks, shards = ranks_on(storage, at_phase=hold), state()
+    ranks.save(1, shards)
+    ranks.each(lambda _, saver: saver.plan_anew())
+    # What the ranks have trades places; the save under way still follows the plan that it began with.
+    traded = [
+        [mine if mine.name != "rows" else theirs for mine, theirs in zip(own, other, strict=True)]
+        for own, other in (shards, shards[::-1])
+    ]
+    assert ranks.save(2, traded) == [False, False]
+    is_free.set()
+    ranks.wait()
+    ranks.save_when_free(3, traded)
+    first, last = (catalog.read_manifest(storage, step) for step in (1, 3))
+    assert {name: tensor.digest for name, tensor in last.tensors.items()} == {
+        name: tensor.digest for name, tensor in first.tensors.items()
+    }
+    files = [{chunk.box: chunk.file for chunk in found.tensors["rows"].chunks} for found in (first, last)]
+    assert files[0].keys() == files[1].keys()
+    assert all(file[-16:] != files[1][box][-16:] for box, file in files[0].items())
+    assert all(verify(storage, step).damages == () for step in (1, 3))
+
+
 def test_a_failed_save_is_told_on_all_ranks_leaves_nothing_and_the_next_works(place: Path) -> None:
     storage = FullDisk(place)
     ranks, shards = ranks_on(storage), state()

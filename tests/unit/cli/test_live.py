@@ -67,11 +67,13 @@ def test_what_the_ranks_chose_and_an_unknown_mfu_are_told(tmp_path: Path) -> Non
     events = EventWriter(run, rank_writer(0, 0), 0, rank=0)
     events.write("micro_batch_chosen", size=4, accumulation=3)
     events.write("compile_off", cause="Triton not found")
+    events.write("experts_moved", step=1, layers=2, experts=5, load_before=1.41, load_expected=1.05)
     JsonLinesWriter(run.metrics).write(_row(1, 5.0, mfu=None))
     _plain(Progress(run, 4), stream).close([])
     assert stream.getvalue().splitlines() == [
         "micro-batch 4 × accumulation 3: the largest that fits",
         "training without torch.compile: Triton not found",
+        "step 1: 5 experts of 2 layers moved; the busiest rank had 1.41 times the mean's tokens, so 1.05",
         "step 1/4  loss 5.0000  12.3k tok/s  MFU n/a  |g| 0.50  ETA 0:06",
     ]
 

@@ -165,8 +165,6 @@ rule_latent_attention
     model.kv_lora_rank=8  model.num_key_value_heads=8  model.qk_rope_head_dim=5 -> is odd | an even number
 rule_head_norms
     model.qk_norm=true  model.family=gpt -> use model.qk_norm=false
-rule_mixture_precision
-    precision.name=fp8  model.num_experts=4 -> precision=fp8 with model.num_experts=4 | use precision=bf16
 rule_tensor_parallel
     parallelism.tp=3  cluster.gpus_per_node=3 -> attention_heads=8; use 1, 2, 4 or 8
     parallelism.tp=4  model.intermediate_size=350  cluster.gpus_per_node=4 -> 1, 2, 5
@@ -204,7 +202,7 @@ rule_sharding
     parallelism.zero=1  parallelism.shard_degree=4 -> shard_degree=4 does not divide dp=2; use 1 or 2
     parallelism={zero: 1, shard_degree: 4, cp: 2} -> does not divide dp·cp = 1·2; use 1 or 2
     parallelism.shard_degree=2 -> needs parallelism.zero=1, 2 or 3
-    parallelism={zero: 1, shard_degree: 1, ep: 2}  model.num_experts=4 -> with parallelism.ep=2 | use null
+    parallelism={zero: 1, shard_degree: 1, ep: 2}  model.num_experts=4 -> =1 is not a multiple of | use 2
 rule_reduce_dtype
     precision.reduce_dtype=fp16 -> precision.reduce_dtype=fp16 | precision=fp32 | bf16, fp32 or null
 rule_recompute
@@ -282,6 +280,8 @@ rule_loss_scale
 rule_fp8
     precision.name=fp8  precision.fp8_bf16_blocks=2 -> precision.fp8_bf16_blocks=2 | num_hidden_layers=4
     precision.name=fp8  model.intermediate_size=344 -> parallelism.tp = 344 | 336 or 352
+    precision.name=fp8  model.num_experts=4  model.moe_intermediate_size=24 -> moe_intermediate_size / | 32
+    precision.name=fp8  model.kv_lora_rank=24  model.num_key_value_heads=8 -> model.kv_lora_rank = 24 | 16 or
     precision.name=fp8  train.seq_len=100  train.micro_batch_size=1 -> micro_batch_size × train.seq_len = 100
     precision.name=fp8  precision.fp8_output=true  model.vocab_size=8190 -> = 8190 | 8176 or 8192
     precision.name=fp8  precision.fp8_output=true  train.loss_chunk_tokens=100 -> tokens = 100 | 96 or 112

@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 
-from orchestra.parallel.places import TensorPlace, boxes, parts_of
+from orchestra.parallel.places import TensorPlace, boxes, global_index, parts_of
 from orchestra.parallel.zero.buffers import ALIGNMENT, in_blocks, in_buckets, lay_out, slots
 
 SIZES = [("embed_tokens.weight", 5 * 31), ("layers.0.norm.weight", 31), ("layers.0.up.weight", 31 * 64)]
@@ -104,3 +104,33 @@ def test_parts_of_a_cut_and_padded_parameter_are_its_elements_without_the_paddin
     assert torch.equal(found.nan_to_num(-7), expected.nan_to_num(-7))
     assert bool((memory[:rows, :columns] == -2).all())
     assert int((memory == -1).sum()) == memory.numel() - rows * columns
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_parts_of_rows_that_are_no_neighbours_lie_where_these_are(seed: int) -> None:
+    dice = random.Random(seed)
+    rows = tuple(dice.sample(range(9), dice.randint(1, 6)))
+    place = TensorPlace(
+        shape=(9, 5, 4),
+        offsets=(0, 2, 0),
+        local=(len(rows), 3, 4),
+        padded=(len(rows) + dice.randint(0, 1), 3, 4),
+        rows=rows,
+    )
+    whole = torch.arange(math.prod(place.shape), dtype=torch.float32).view(place.shape)
+    memory = torch.full(place.padded, -1.0)
+    memory[: len(rows)] = whole[list(rows), 2:]
+    cuts = sorted(dice.randint(0, memory.numel()) for _ in range(3))
+    num_elements = 0
+    for start, stop in itertools.pairwise([0, *cuts, memory.numel()]):
+        flat = memory.view(-1)[start:stop]
+        for part in parts_of(flat, place, start):
+            box = tuple(
+                slice(at, at + length) for at, length in zip(part.offsets, part.tensor.shape, strict=True)
+            )
+            assert torch.equal(part.tensor, whole[box])
+            num_elements += part.tensor.numel()
+        index = global_index(place, start, stop, memory.device)
+        counted = flat >= 0
+        assert torch.equal(whole.view(-1)[index[counted]], flat[counted])
+    assert num_elements == len(rows) * 12

@@ -184,6 +184,18 @@ def test_what_only_orchestras_trainer_has_counts_for_mixtures_too() -> None:
     assert predict(narrow).peak.optimizer == predict(full).peak.optimizer / 2
 
 
+def test_fp8_pays_for_wide_experts_and_rounding_takes_it_back_from_narrow_ones() -> None:
+    def gain(**changes: object) -> float:
+        speeds = [
+            predict(mixture(framework="orchestra", zero=1, ep=8, precision=name, **changes)).tokens_per_s
+            for name in ("bf16", "fp8")
+        ]
+        return speeds[1] / speeds[0]
+
+    assert gain() > 1.1
+    assert 0.8 < gain(moe_intermediate_size=768, intermediate_size=768) < gain()
+
+
 def test_experts_that_nobody_shares_are_not_gathered() -> None:
     """With ep over all ranks of ZeRO-3 each has its own experts whole."""
     own = predict(mixture(zero=3, ep=8, dp=8, num_gpus=8))

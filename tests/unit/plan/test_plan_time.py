@@ -140,9 +140,13 @@ def test_a_ring_of_keys_and_values_is_never_free() -> None:
     assert 1.1 < whole.tokens_per_s / cut.tokens_per_s < 1.3
 
 
-# Without what is known to be missed: widths and vocabularies that tensor cores take badly, and the fp8 of
-# llama_1b, whose casts took six times what their bytes take.
-MET = [each for each in ROWS if each.shape != "gpt2_xl" and (each.shape, each.overrides) != ("llama_1b", FP8)]
+# Without what is known to be missed: the fp8 of llama_1b, whose casts took six times what their bytes take,
+# and state in host memory (see below).
+MET = [
+    each
+    for each in ROWS
+    if "offload" not in each.overrides and (each.shape, each.overrides) != ("llama_1b", FP8)
+]
 
 
 @pytest.mark.parametrize("row", MET, ids=lambda row: f"{row.shape} {row.overrides} {row.chunk}")

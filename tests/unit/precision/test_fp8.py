@@ -190,21 +190,43 @@ def test_only_products_of_the_blocks_that_are_not_kept_change(monkeypatch: pytes
     assert all(parameter.dtype == torch.bfloat16 for parameter in training.parallelized.model.parameters())
 
 
+# With latent attention, whose matrices are as many.
+EXPERTS = replace(
+    MODEL,
+    num_key_value_heads=8,
+    kv_lora_rank=16,
+    qk_nope_head_dim=4,
+    qk_rope_head_dim=4,
+    v_head_dim=4,
+    num_experts=4,
+    moe_intermediate_size=16,
+    shared_expert_intermediate_size=32,
+)
+
+
 @pytest.mark.parametrize(
-    ("recompute", "fp8_output"), [(Recompute.none, True), (Recompute.full, False), (Recompute.none, False)]
+    ("model", "recompute", "fp8_output"),
+    [
+        (MODEL, Recompute.none, True),
+        (MODEL, Recompute.full, False),
+        (MODEL, Recompute.none, False),
+        # Stacks by rows, the shared expert's matrices, and no router.
+        (EXPERTS, Recompute.full, False),
+    ],
 )
 def test_each_weight_is_rounded_once_a_step_whatever_the_micro_batches(
-    recompute: Recompute, fp8_output: bool, monkeypatch: pytest.MonkeyPatch
+    model: ModelConfig, recompute: Recompute, fp8_output: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = config_of(PrecisionName.fp8, fp8_output=fp8_output)
+    config = config_of(PrecisionName.fp8, model, fp8_output=fp8_output)
     # Two chunks of the loss for each of three micro-batches.
     sizes = {"global_batch_size": 3 * BATCH, "loss_chunk_tokens": BATCH * SEQUENCE // 2}
     config = replace(config, train=replace(config.train, recompute=recompute, **sizes))
     training = built(config)
-    model = training.parallelized.model
-    weights = [value for name, value in model.named_parameters() if "proj" in name]
-    weights += [model.lm_head.weight] * fp8_output
+    transformer = training.parallelized.model
+    weights = [value for name, value in transformer.named_parameters() if "proj" in name]
+    weights += [transformer.lm_head.weight] * fp8_output
     places = {weight.data_ptr() for weight in weights}
+    all_places = {weight.data_ptr() for weight in transformer.parameters()}
     counted: list[int] = []
 
     def counting(scale: Tensor, matrix: Tensor, dtype: torch.dtype) -> Tensor:
@@ -216,8 +238,8 @@ def test_each_weight_is_rounded_once_a_step_whatever_the_micro_batches(
     for step in (1, 2):
         counted.clear()
         training.step.run(step, tokens)
-        of_weights = [place for place in counted if place in places]
-        assert len(of_weights) == len(places) == 14 + fp8_output
+        of_weights = [place for place in counted if place in all_places]
+        assert len(of_weights) == len(places) == 14 + 6 * (model is EXPERTS) + fp8_output
         assert set(of_weights) == places
 
 
@@ -225,7 +247,7 @@ def test_each_weight_is_rounded_once_a_step_whatever_the_micro_batches(
 def test_rounding_in_parts_gives_the_bits_of_rounding_at_once(
     scaling: Scaling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("orchestra.precision.fp8._ELEMENTS_AT_ONCE", 5 * INPUTS)
+    monkeypatch.setattr("orchestra.precision.fp8.FP8_ELEMENTS", 5 * INPUTS)
     weight = numbers(2, OUTPUTS, INPUTS)
     for matrix in (weight, weight.t()):
         whole, parts = rounded(matrix, FORWARD, scaling), rounded_in_parts(matrix, scaling)

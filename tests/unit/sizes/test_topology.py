@@ -151,9 +151,15 @@ def test_groups_of_axes_part_the_ranks_and_agree_on_their_members(
     dp: int, cp: int, tp: int, pp: int, data: st.DataObject
 ) -> None:
     shard = data.draw(st.sampled_from(divisors(dp * cp)))
-    mesh = Layout(dp=dp, tp=tp, pp=pp, cp=cp, shard=shard)
+    # A shard group without ZeRO has one rank, and else all experts.
+    eps = [ep for ep in divisors(dp) if ep == 1 or shard == 1 or shard % (ep * cp) == 0]
+    ep = data.draw(st.sampled_from(eps))
+    mesh = Layout(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, shard=shard)
     assert mesh.replicate == dp * cp // shard
-    parts = data.draw(st.sampled_from(({"replicate": mesh.replicate, "shard": shard}, {"dp": dp, "cp": cp})))
+    same_experts = dp * cp // ep
+    of_experts = {"expert_replicate": same_experts // mesh.expert_shard, "expert_shard": mesh.expert_shard}
+    kinds = ({"replicate": mesh.replicate, "shard": shard}, {"dp": dp, "cp": cp}, {**of_experts, "ep": ep})
+    parts = data.draw(st.sampled_from(kinds))
     degree = {**parts, "tp": tp, "pp": pp}
     axes = data.draw(st.lists(st.sampled_from(list(degree)), unique=True))
     for rank in range(mesh.world_size):
@@ -162,6 +168,17 @@ def test_groups_of_axes_part_the_ranks_and_agree_on_their_members(
         assert list(members) == sorted(members)
         assert all(mesh.neighbours(other, axes) == members for other in members)
         assert rank in members
+
+
+def test_a_shard_group_has_each_expert_once_over_its_ranks() -> None:
+    mesh = Layout(dp=8, cp=2, ep=2, shard=8)
+    for rank in range(mesh.world_size):
+        group = mesh.neighbours(rank, ["shard"])
+        assert mesh.neighbours(rank, ["ep", "expert_shard"]) == group
+        of_experts = {
+            (mesh.ep_index(place), mesh.expert_shard_index(place)) for place in map(mesh.coordinates, group)
+        }
+        assert of_experts == {(share, index) for share in range(2) for index in range(4)}
 
 
 def test_shards_are_neighbours_behind_tp_and_replicas_are_far_apart() -> None:

@@ -206,6 +206,20 @@ def test_a_second_step_without_one_is_what_a_second_one_takes(monkeypatch: pytes
             assert exact_bytes(config, ranks, as_gpu=True) == derived
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "choice",
+    [
+        ("parallelism=zero1", "model.shared_expert_intermediate_size=512"),
+        ("parallelism=zero3", "precision.fp8_scaling=row"),
+    ],
+    ids=" ".join,
+)
+def test_closed_forms_meet_the_count_of_mixtures_in_fp8(choice: tuple[str, ...]) -> None:
+    """As on a GPU: wherever it is, all experts' products are taken together."""
+    assert_alike(*both(*QWEN3_MOE, "precision=fp8", *choice))
+
+
 def test_a_second_step_of_zero_2_keeps_what_the_first_one_made() -> None:
     own, counted = both(*WORDS, "parallelism=zero2", "precision=bf16", "train.global_batch_size=16")
     assert counted.later_steps > counted.first_step

@@ -17,11 +17,18 @@ fp8 rounds inputs, weights and gradients of products: see `rounding_bytes`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from dataclasses import replace
 
 from conf.schema import Family, PrecisionName, Scaling
-from orchestra.plan.case import PlanCase
-from orchestra.sizes.flops import attention_width, feed_forward_width, key_value_width, value_width
+from orchestra.plan.case import PlanCase, held_of_layer
+from orchestra.sizes.flops import (
+    attention_width,
+    expert_width,
+    feed_forward_width,
+    key_value_width,
+    value_width,
+    without_experts,
+)
 from orchestra.sizes.hardware import row
 from orchestra.sizes.memory import loss_chunk_tokens
 
@@ -30,9 +37,6 @@ from orchestra.sizes.memory import loss_chunk_tokens
 STREAM_SHARE = 0.67
 # The share of a step in which the device works; from the same traces, 0.97 to 0.99.
 BUSY_SHARE = 0.98
-# A tile of a product takes so much longer, in numbers of the dim along which it sums, to load its first
-# blocks and write its result. Set on the products alone of three models on one H200 (738, 714, 651 TFLOP/s).
-TILE_ENDS = 192
 _COMPILED, _EAGER = (20, 4, 8), (40, 22, 16)
 # GELU in the place of rotary positions and SwiGLU: forward 2, backward 3, and the bias's gradient.
 _GELU = 6
@@ -59,10 +63,16 @@ def rounding_bytes(case: PlanCase) -> float:
     a step largest number 2, and rounded 3 at each of two gathers. A scale for each row. The row's largest
     number is found in the pass that rounds: forward 3, backward the transposed copy 4 and rounded 3;
     gradients and weights alike. Where products share an input, the parts of its gradient are added one by
-    one: three times 3 passes in 16 bits, of which norms' own are 3 already.
+    one: three times 3 passes in 16 bits, of which norms' own are 3 already. Experts: see
+    `_rounding_bytes_of_experts`.
     """
     if case.precision is not PrecisionName.fp8:
         return 0.0
+    if case.model.num_experts:
+        # What all tokens go through is a layer without experts and as wide as the shared one.
+        shared = case.model.shared_expert_intermediate_size
+        others = replace(case, model=replace(without_experts(case.model), intermediate_size=shared))
+        return rounding_bytes(others) + _rounding_bytes_of_experts(case)
     model, tokens = case.model, case.tokens
     width, query = feed_forward_width(model), _query_width(case)
     # Queries, keys and values share an input, and gate and up do.
@@ -75,6 +85,19 @@ def rounding_bytes(case: PlanCase) -> float:
         + activation * (inputs + gradients) * tokens.count
         + weight * sum(n * m for n, m in layer_matrices(case))
     )
+
+
+def _rounding_bytes_of_experts(case: PlanCase) -> float:
+    """Return the bytes of rounding rows, their gradients and the weights of a layer's experts, by rows. What
+    products take by rows: read 2, written 1. By columns, backward: in order 4, largest numbers 2, rounded 3,
+    transposed 2. Weights as matrices with a scale for each row.
+    """
+    model, tokens = case.model, case.tokens
+    width = 3 * expert_width(model) / tokens.tp
+    rows = tokens.count * model.num_experts_per_tok
+    is_kept = case.framework.passes.keeps_fp8_weights and not (case.zero == 3 and case.num_shards > 1)
+    weight = 14.0 / case.accumulation if is_kept else 10.0
+    return 14.0 * rows * (2 * model.hidden_size + width) + weight * held_of_layer(model, case.layout).experts
 
 
 def _bytes_each(case: PlanCase) -> tuple[float, float]:
@@ -106,15 +129,6 @@ def loss_bytes(case: PlanCase) -> float:
         moved += tokens.count * words + activation * tokens.count * model.hidden_size
         moved += weight * words * model.hidden_size
     return moved
-
-
-def tile_ends(case: PlanCase, matrices: Iterable[tuple[float, float]]) -> float:
-    """Return how much longer the three products of some matrices [inputs, outputs] take for `TILE_ENDS`: they
-    sum along the inputs, the outputs, and the tokens.
-    """
-    sizes = list(matrices)
-    ends = sum(n * m * (1 / n + 1 / m + 1 / case.tokens.count) / 3 for n, m in sizes)
-    return 1 + TILE_ENDS * ends / sum(n * m for n, m in sizes)
 
 
 def layer_matrices(case: PlanCase) -> list[tuple[float, float]]:

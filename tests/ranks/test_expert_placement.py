@@ -1,0 +1,160 @@
+"""Experts that move to other ranks in the midst of a training, which stays the same training."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from attempts import (
+    EVERY,
+    STEPS,
+    attempt_of,
+    committed,
+    config_of,
+    digest_at,
+    events_of,
+    kill_all,
+    restored,
+    rows,
+)
+from mixture_trainings import MIXTURE, Choices, MixtureTrained, mixed, trained_alone, trained_mixture
+from pool import Ranks
+from small_trainings import SEQUENCE, assert_equal_trainings, assert_same_bits
+from test_agreed_stop import stopped_attempt
+
+from conf.schema import Config, ExpertPlacement, ModelConfig, StateDType, WhenBusy
+
+MOVES_AFTER, LAST = 8, 20
+AUTO, FIXED = ExpertPlacement.auto, ExpertPlacement.fixed
+TIGHT = replace(MIXTURE, moe_capacity_factor=1.0)
+FIVE = replace(MIXTURE, num_experts=5)
+# Between them every stage of ZeRO, ranges of experts that are cut, whole and uneven ones, and every degree.
+LAYOUTS: tuple[Config, ...] = (
+    mixed(dp=4, ep=2, zero=2, accumulation=2),
+    mixed(TIGHT, dp=2, ep=2, tp=2, sequence_parallel=True),
+    mixed(dp=2, ep=2, cp=2, zero=3, recompute="full"),
+    mixed(dp=2, ep=2, pp=2, zero=1, accumulation=4),
+    mixed(FIVE, dp=3, ep=3, num_sequences=6, zero=3),
+)
+
+
+def uneven_choices(model: ModelConfig, num_sequences: int) -> Choices:
+    """Return choices of which the first experts, neighbours, get most; in each layer others the most."""
+    generator = torch.Generator().manual_seed(0)
+    layers = range(model.first_k_dense_replace, model.num_hidden_layers)
+    weights = 0.5 ** torch.arange(model.num_experts)
+    return {
+        (step, layer): torch.multinomial(
+            weights.roll(layer).expand(num_sequences * SEQUENCE, -1), 2, generator=generator
+        ).view(num_sequences, SEQUENCE, 2)
+        for step in range(1, LAST + 1)
+        for layer in layers
+    }
+
+
+@functools.cache
+def reference(model: ModelConfig, num_sequences: int) -> tuple[MixtureTrained, Choices]:
+    """Train in one process, each batch in one pass."""
+    choices = uneven_choices(model, num_sequences)
+    return trained_alone(mixed(model, num_sequences=num_sequences), LAST, choices), choices
+
+
+def placed(config: Config, how: ExpertPlacement) -> Config:
+    return replace(config, parallelism=replace(config.parallelism, expert_placement=how))
+
+
+@pytest.mark.parametrize("config", LAYOUTS, ids=range(len(LAYOUTS)))
+def test_a_training_whose_experts_move_is_the_same_one(ranks: Ranks, config: Config) -> None:
+    num_sequences = config.train.global_batch_size
+    assert num_sequences is not None
+    expected, choices = reference(config.model, num_sequences)
+    shape = config.parallelism
+    pool = ranks(int(shape.dp) * shape.tp * shape.cp * shape.pp)
+    given = {"choices": choices, "steps": LAST}
+    found = pool.run(trained_mixture, config=placed(config, AUTO), moves_after=MOVES_AFTER, **given)
+    assert_equal_trainings(found, expected, str(shape))
+    moved = found[0].moved
+    assert moved is not None
+    assert moved.layers > 0
+    assert moved.experts >= 2 * moved.layers
+    assert 1 <= moved.load_expected < moved.load_before
+    assert sum(of_rank.moved.bytes for of_rank in found if of_rank.moved is not None) > 0
+    if shape.zero == 2:
+        # Two ranks have the same experts: sums of two are the same in either order.
+        fixed = pool.run(trained_mixture, config=config, **given)
+        assert found[0].rows == fixed[0].rows
+        assert_same_bits(found, fixed)
+
+
+# Chosen by routers as they are at the begin, which are uneven enough. Moments are rounded by random bits.
+MOVING = {
+    "num_experts": 5,
+    "ep": 2,
+    "zero": 2,
+    "precision": "bf16",
+    "state_dtype": StateDType.bf16,
+    "expert_placement": AUTO,
+}
+SECOND = 2 * EVERY
+Run = tuple[Path, list[dict[str, str]]]
+
+
+@pytest.fixture(scope="module")
+def whole(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Return a run that nobody interrupts or stops, and what its ranks hold in the end."""
+    path = tmp_path_factory.mktemp("runs") / "whole"
+    return path, ranks(4).run(attempt_of, path=path, attempt=0, config=config_of(**MOVING))
+
+
+def test_what_is_computed_and_saved_knows_of_no_placement(ranks: Ranks, whole: Run, tmp_path: Path) -> None:
+    fixed = tmp_path / "fixed"
+    config = config_of(**{**MOVING, "expert_placement": FIXED})
+    ranks(4).run(attempt_of, path=fixed, attempt=0, config=config)
+    assert [event["step"] for event in events_of(whole[0], "experts_moved")] == [EVERY, SECOND]
+    assert events_of(fixed, "experts_moved") == []
+    assert rows(whole[0]) == rows(fixed)
+    for step in (EVERY, SECOND, STEPS):
+        assert digest_at(whole[0], step) == digest_at(fixed, step)
+
+
+def test_a_run_whose_experts_moved_goes_on_bit_for_bit_and_on_any_other_ranks(
+    ranks: Ranks, whole: Run, tmp_path: Path
+) -> None:
+    path, expected = whole
+    broken = tmp_path / "broken"
+    until_killed = config_of(**MOVING, inject=kill_all(SECOND + 2))
+    assert ranks(4).run(attempt_of, path=broken, attempt=0, config=until_killed) == [None] * 4
+    on_one = {key: value for key, value in MOVING.items() if key not in ("ep", "zero")}
+    others = {3: config_of(**{**MOVING, "ep": 3, "zero": 3}), 1: config_of(**on_one)}
+    for size, config in others.items():
+        copy = tmp_path / f"on {size}"
+        shutil.copytree(broken, copy)
+        ranks(size).run(attempt_of, path=copy, attempt=1, config=config)
+        assert (restored(copy)["step"], restored(copy)["digest"]) == (SECOND, digest_at(path, SECOND))
+        losses = [row["loss"] for row in rows(copy)]
+        assert losses == pytest.approx([row["loss"] for row in rows(path)], rel=2e-3)
+    assert ranks(4).run(attempt_of, path=broken, attempt=1, config=config_of(**MOVING)) == expected
+    assert rows(broken) == rows(path)
+
+
+def test_a_run_that_was_stopped_moves_the_experts_that_it_would_have(
+    ranks: Ranks, whole: Run, tmp_path: Path
+) -> None:
+    path, expected = whole
+    stopped = tmp_path / "stopped"
+    # Saves are under way while experts move.
+    config = config_of(**MOVING, checkpoint={"async_save": True, "when_busy": WhenBusy.wait})
+    # Its last save is not of the rhythm: experts stay, and what was counted up to there is kept.
+    ranks(4).run(stopped_attempt, path=stopped, ask_at=EVERY + 2, config=config)
+    assert committed(stopped) != [EVERY]
+    assert ranks(4).run(attempt_of, path=stopped, attempt=1, config=config) == expected
+    assert rows(stopped) == rows(path)
+    told = ("step", "experts", "load_before", "load_expected")
+    moves = [
+        [[event[key] for key in told] for event in events_of(run, "experts_moved")] for run in (stopped, path)
+    ]
+    assert moves[0] == moves[1]
