@@ -18,6 +18,8 @@ from orchestra.sizes.topology import Layout
 from orchestra.sizes.units import GIB
 
 HEADER = ("dp", "tp", "pp", "cp", "ep", "zero", "batch", "recompute", "tok/s", "MFU", "GiB")
+# How a mixture's tokens come to their experts: as a router says, or as many to each.
+REAL, FORCED = "real routing", "forced-balanced"
 _KNOB_WORDS = {"shard_degree": "zero over", "micro_batch_size": "micro-batch"}
 
 
@@ -68,6 +70,40 @@ def batch(train: TrainConfig, num_sequences: int) -> list[str]:
     if train.batch_ramp:
         lines.append("        the last of the ramp: times and memory are of it")
     return [part for line in lines for part in figures.wrapped(line, indent=" " * 8)]
+
+
+def routing(prediction: Prediction) -> list[str]:
+    """Return what of a mixture's routing is counted, and what even routing would make of it."""
+    case = prediction.case
+    if not case.model.num_experts:
+        return []
+    if case.framework.name != OWN:
+        return [f"{FORCED}, as figures of {case.framework.name} are measured; real routing is slower with ep"]
+    if case.layout.ep == 1:
+        return [f"{REAL}, as fast as {FORCED}: each rank has all experts"]
+    busiest = f"the busiest rank of ep {case.layout.ep} {case.framework.uneven_routing:g} times the mean"
+    even = prediction.if_balanced
+    speed = f"{figures.quantity(even.tokens_per_s_per_device)} tokens/s per device"
+    return [f"{REAL}: {busiest}; {FORCED} {speed}, {even.time.total:.3g} s a step"]
+
+
+def routing_facts(prediction: Prediction) -> dict[str, Any] | None:
+    """Return the same for programs; None where there are no experts, and the real routing of other trainers
+    is None, of which nothing is known.
+    """
+    case = prediction.case
+    if not case.model.num_experts:
+        return None
+    even, is_own = prediction.if_balanced, case.framework.name == OWN
+    return {
+        "counted": REAL if is_own else FORCED,
+        "busiest_over_mean": case.framework.uneven_routing if case.layout.ep > 1 else 1.0,
+        "step_time_s": {REAL: prediction.time.total if is_own else None, FORCED: even.time.total},
+        "tokens_per_s_per_device": {
+            REAL: prediction.tokens_per_s_per_device if is_own else None,
+            FORCED: even.tokens_per_s_per_device,
+        },
+    }
 
 
 def gib(num_bytes: float) -> str:
@@ -170,6 +206,7 @@ def facts(prediction: Prediction) -> dict[str, Any]:
         "peak_memory_bytes": round(prediction.peak.total),
         "step_time_s": prediction.time.total,
         "step_time_parts_s": {name: getattr(prediction.time, name) for name in PARTS},
+        "routing": routing_facts(prediction),
     }
 
 

@@ -238,6 +238,8 @@ def _portrait(title: str, result: SearchResult, layout: Prediction) -> Iterator[
     yield from _wrapped(title, layout_words.line(layout))
     speed = f"{layout.tokens_per_s_per_device:,.0f} tokens/s per device"
     yield f"{_INDENT}{speed}, MFU {figures.percent(layout.mfu)}, {layout_words.gib(layout.peak.total)} GiB"
+    for routing in layout_words.routing(layout):
+        yield from _wrapped("", routing)
     usable_bytes = layout.case.device.usable_bytes
     for bound in bounds(result.space, layout)[:_NUM_BOUNDS]:
         yield from _wrapped("", f"bound by {layout_words.bound(bound, usable_bytes)}")
