@@ -70,8 +70,12 @@ class ResumeChanges:
             for row in read_metrics(run)
             if row["step"] <= self.step and is_number(row.get("tokens"))
         }
-        seq_len, last = self.now.train.seq_len, max(trained, default=0)
+        seq_len, steps = self.now.train.seq_len, sorted(trained)
+        last = max(steps, default=0)
         since = (before.sequences_through(self.step) - before.sequences_through(last)) * seq_len
+        if not self.before.train.batch_ramp and len(steps) > 1:
+            # A batch that nobody gave follows from the ranks there were.
+            since = (trained[last] - trained[steps[-2]]) * (self.step - last) // (last - steps[-2])
         trained[self.step] = trained.get(last, 0) + since
         for step, was in trained.items():
             if was != (becomes := now.sequences_through(step) * seq_len):

@@ -118,7 +118,8 @@ class SaveRhythm:
         # The step before the first one that is timed, and the batch of those that follow it.
         self._begin = 0
         self._batch_size = batches.at(1).global_batch_size
-        self._timed_since: float | None = None
+        # When each of the steps that are timed was over, and the one before them, and whether it is saved.
+        self._ends: list[tuple[float, bool]] = []
 
     def begin(self, step: int) -> None:
         """Decide by earlier attempts, where there are any, how often this one saves. *Collective*."""
@@ -134,7 +135,7 @@ class SaveRhythm:
             self._follow_batch(step)
         if self._is_open:
             self._time(step)
-        return self._every_steps is not None and step % self._every_steps == 0
+        return self._is_multiple(step)
 
     def _follow_batch(self, step: int) -> None:
         """Keep the interval in seconds where a larger batch begins, until its own steps are timed."""
@@ -148,11 +149,17 @@ class SaveRhythm:
     def _time(self, step: int) -> None:
         num_steps = step - self._begin
         if num_steps == 1:
-            self._timed_since = time.perf_counter()
+            self._ends = []
+        self._ends.append((time.perf_counter(), self._is_multiple(step)))
         if num_steps == 1 + _TIMED_STEPS:
-            assert self._timed_since is not None
-            seconds = time.perf_counter() - self._timed_since
-            self._decide(f"save interval timed/{step}", lambda: self._interval(seconds / _TIMED_STEPS))
+            steps = [(then - end, saves) for (end, saves), (then, _) in itertools.pairwise(self._ends)]
+            # Saves between the steps of a later batch are none of their time, and evaluations are rare.
+            times = [seconds for seconds, saves in steps if not saves] or [seconds for seconds, _ in steps]
+            step_time_s = statistics.median(times)
+            self._decide(f"save interval timed/{step}", lambda: self._interval(step_time_s))
+
+    def _is_multiple(self, step: int) -> bool:
+        return self._every_steps is not None and step % self._every_steps == 0
 
     def _decide(self, topic: str, interval: Callable[[], Interval | None]) -> None:
         """Take over rank 0's interval, if it has one."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -136,6 +137,11 @@ def test_a_ramp_may_change_batches_to_come_and_none_that_steps_had(frozen: Confi
             ResumeChanges(doubled if other.train.batch_ramp else config, other, 20).refuse_other_past(
                 RunDir(tmp_path)
             )
+    # Nobody gave the batch, which was that of 2 ranks: of steps after the last row the rows say it too.
+    rows = [{"step": step, "tokens": 2 * step * tokens} for step in (4, 8, 12, 16)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = replace(frozen, train=replace(frozen.train, global_batch_size=None, global_batch_tokens=None))
+    ResumeChanges(own, ramp(until=40, first=2), 18).refuse_other_past(RunDir(tmp_path))
     (twice,) = problems(
         frozen, "train.batch_ramp=[{tokens: 0, global_batch_tokens: 4096}]", "train.global_batch_size=16"
     )

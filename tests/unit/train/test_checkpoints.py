@@ -329,8 +329,8 @@ def test_saves_lie_as_far_apart_in_seconds_in_each_batch_of_a_ramp(
     assert tuple(stage.first_step - 1 for stage in ramp.stages) == begins
     monkeypatch.setattr(checkpoints.time, "perf_counter", lambda: clock[0])
 
-    def saves(attempt: int, begin: int, end: int) -> list[float]:
-        """Return the seconds at which an attempt saves."""
+    def saves(attempt: int, begin: int, end: int, blocked_s: float = 0.0) -> list[float]:
+        """Return the seconds at which an attempt saves, each time for so long."""
         rhythm = SaveRhythm(context_of(tmp_path, attempt, config), num_parameters(config.model), 0.05, ramp)
         rhythm.begin(begin)
         seconds = []
@@ -338,6 +338,7 @@ def test_saves_lie_as_far_apart_in_seconds_in_each_batch_of_a_ramp(
             clock[0] += ramp.at(step).global_batch_size
             if rhythm.is_due(step):
                 seconds.append(clock[0])
+                clock[0] += blocked_s
         return seconds
 
     def expected(size: int) -> int:
@@ -358,6 +359,9 @@ def test_saves_lie_as_far_apart_in_seconds_in_each_batch_of_a_ramp(
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     saves(1, 3000, 3001)
     assert events(tmp_path, "save_interval")[-1]["step_time_s"] == 16.0
+    # Saves between the steps that are timed are none of their time.
+    saves(2, 990, 1100, blocked_s=1000.0)
+    assert events(tmp_path, "save_interval")[-1]["step_time_s"] == 4.0
 
 
 class ProcessEndedError(Exception):
