@@ -123,7 +123,8 @@ def plan_resume(
     if state is RunPhase.finished and not overrides:
         # Nothing is checked, and no cluster is asked, for a run that has nothing left to train.
         return ResumePlan(run, number, before, before, (), step, last, True, answer.num_jobs)
-    config = changed_config(without_past_faults(before, number), overrides, situation)
+    here = dataclasses.replace(situation, from_step=step or 0)
+    config = changed_config(without_past_faults(before, number), overrides, here)
     is_finished = state is RunPhase.finished and config.train.steps <= before.train.steps
     if not is_finished:
         _refuse_impossible(run, config, step, is_finished_before=state is RunPhase.finished)
@@ -133,7 +134,7 @@ def plan_resume(
             _refuse_lost_fallback(run, before, config, lineage_of(events))
     plan = ResumePlan(run, number, before, config, tuple(overrides), step, last, is_finished, answer.num_jobs)
     if not is_finished:
-        plan.changes.refuse_other_past()
+        plan.changes.refuse_other_past(run)
         plan.changes.refuse_jump(accepts_jump)
     return plan
 
