@@ -109,7 +109,7 @@ def _print_script(arguments: Namespace) -> int:
             f"--framework {arguments.framework}: what is submitted is orchestra's; leave it out"
         )
     # What does not fit is planned all the same.
-    arguments.skip_memory_check = True
+    arguments.skip_memory_check, arguments.after = True, []
     return submit_command.print_script(arguments)
 
 

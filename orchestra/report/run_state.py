@@ -267,6 +267,8 @@ class RunState:
     asked_cluster: str | None = None
     # What was submitted last for this run.
     submitted: SubmittedJob | None = None
+    # The runs that it begins after, by name, while it has not begun.
+    after: tuple[str, ...] = ()
     # What its leader decided after a failure; whether that leader lives, `state` says: restarting or failed.
     restart: Restart | None = None
 
@@ -274,7 +276,7 @@ class RunState:
         """Return what `--json` prints: all but how the job is found again."""
         record = dataclasses.asdict(dataclasses.replace(self, submitted=None))
         record.pop("submitted")
-        for name in ("eval", "train"):
+        for name in ("eval", "train", "after"):
             if not record[name]:
                 record.pop(name)
         if self.state is not RunPhase.restarting:
@@ -344,7 +346,13 @@ def _read_state(run: RunDir, now: float) -> RunState:
         failed_saves=failed_saves(events),
         submitted=_job_to_ask_about(run, record, events, state),
         restart=restart,
+        after=() if attempt is not None else _names_of_predecessors(record),
     )
+
+
+def _names_of_predecessors(record: Record) -> tuple[str, ...]:
+    after = record.get("after")
+    return tuple(str(entry["name"]) for entry in after if "name" in entry) if isinstance(after, list) else ()
 
 
 def held_out_losses(events: Sequence[Record]) -> dict[str, float]:

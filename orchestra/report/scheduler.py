@@ -33,11 +33,12 @@ from orchestra.run.record import RunPhase, read_record
 _SILENT_S = 600.0
 _TIME_FORMAT = "%Y-%m-%dT%H:%M:%S"
 _HELD = "held by {}; `scontrol release {job}` lets it go"
+_DEPENDENCY = "Dependency"
 # Slurm's reasons (squeue %r) in words; {job} is the job's id.
 _REASONS = {
     "Resources": "waits for nodes to become free",
     "Priority": "waits behind jobs of higher priority",
-    "Dependency": "waits for another job to end",
+    _DEPENDENCY: "waits for another job to end",
     "DependencyNeverSatisfied": "waits for a job that did not end as it had to, and never starts: cancel it",
     "BeginTime": "may not start yet: it is to begin later, or Slurm holds it back after it was requeued",
     "JobHeldUser": _HELD.format("its user", job="{job}"),
@@ -264,6 +265,8 @@ def _merged(own: RunState, job: SubmittedJob, word: JobState) -> RunState:
     state = replace(own, job=word.job, job_state=word.state, job_nodes=nodes, job_start=start)
     waits = why_it_waits(word) or None
     if word.state in WAITING:
+        if own.after and word.reason == _DEPENDENCY:
+            waits = f"waits until {' and '.join(own.after)} {'is' if len(own.after) == 1 else 'are'} done"
         return replace(state, state=RunPhase.queued, cause=waits, eta_s=None)
     if own.restart is not None and _is_of_leader(own, job, word):
         return _of_a_restart(state, word, waits)

@@ -31,6 +31,7 @@ from orchestra.run.paths import RunDir, Sweep, SweepArray, SweepDir, to_json
 from orchestra.run.permissions import give_to_group, open_to_group
 from orchestra.run.record import jobs_of, read_record, write_record
 from orchestra.submit.claims import array_numbers, release_arrays, write_claim
+from orchestra.submit.fair.predecessors import record_of
 from orchestra.submit.job_record import JobEntry, intent, member_intent, number_of_jobs, record_id
 from orchestra.submit.new_run import (
     frozen_config,
@@ -208,6 +209,8 @@ def make(placed: PlacedSubmission) -> tuple[Ledger, list[PlannedArray]]:
             _write_sweep(submission, SweepDir(draft), place, record, arrays)
             made.append((SweepLedger(place, record), arrays))
         else:
+            if placed.numbering.following.predecessors:
+                facts["after"] = record_of(placed.numbering.following.predecessors)
             _write_run(submission, RunDir(draft), place, facts, arrays)
             made.append((RunLedger(place, num_jobs=len(arrays)), arrays))
         give_to_group(draft, group)

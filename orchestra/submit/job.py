@@ -25,6 +25,7 @@ _SETUP_FAILED_MODULE = "orchestra.agents.setup_failed"
 # Keeps several members of a sweep at work on one node.
 PACK_MODULE = "orchestra.agents.pack"
 _ALTERNATIVES_MODULE = "orchestra.agents.alternatives"
+_FOLLOW_MODULE = "orchestra.agents.follow"
 _TOKEN_BYTES = 8
 _GPU_OPTIONS = ("gres", "gpus", "gpus_per_task", "gpus_per_socket")
 _MEMORY_OPTIONS = ("mem", "mem_per_cpu", "mem_per_gpu")
@@ -53,12 +54,20 @@ class Share:
 
 
 def batch_job(
-    config: Config, run: RunDir, token: str, share: Share | None = None, *, alternative: int | None = None
+    config: Config,
+    run: RunDir,
+    token: str,
+    share: Share | None = None,
+    *,
+    alternative: int | None = None,
+    follows: bool = False,
 ) -> BatchJob:
     """Return the job that trains `run`; `config` says the ranks per node and the device. `alternative`: its
-    number, where the run has several and the first that starts trains.
+    number, where the run has several and the first that starts trains. `follows`: it begins after others.
     """
     job = _job(config, run, (str(run.path),), token, share)
+    if follows:
+        return replace(job, before_all=(sys.executable, "-u", "-m", _FOLLOW_MODULE, str(run.path)))
     if alternative is None:
         return job
     first = (sys.executable, "-u", "-m", _ALTERNATIVES_MODULE, str(run.path), str(alternative))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,14 +120,16 @@ def chain(
     *,
     at_once: bool = False,
     delay_s: int = 0,
+    behind: Sequence[str] = (),
 ) -> str:
     """Submit a run's job again, to start when this one is over; return the new job's id, in an array with the
     task's number. *The leading node only*.
 
     `exclude`: hosts that it must not get. With `at_once` it does not wait for this one's end, which Slurm
-    sees late where a node is lost; with `delay_s` it starts no sooner than in so many seconds. `script` is
-    the one that this job was submitted with (None: the run's own); of an array this task alone is submitted.
-    A job that a leader submitted before this one and did not live to tell of is taken over.
+    sees late where a node is lost; with `delay_s` it starts no sooner than in so many seconds. `behind` are
+    other jobs whose end it waits for. `script` is the one that this job was submitted with (None: the run's
+    own); of an array this task alone is submitted. A job that a leader submitted before this one and did not
+    live to tell of is taken over.
 
     Raises LauncherError where Slurm refuses, lets the job fail at once or stays silent, LaunchError where it
     stays unknown whether Slurm has it, OSError where the intent cannot be recorded.
@@ -137,8 +139,9 @@ def chain(
     if job is None:
         token = new_token()
         options = [f"--comment={token}"]
-        if not at_once:
-            options.append(f"--dependency=afterany:{task.job}")
+        before = tuple(behind) if at_once else (task.job, *behind)
+        if before:
+            options.append(f"--dependency=afterany:{':'.join(before)}")
         if delay_s > 0:
             options.append(f"--begin=now+{delay_s}")
         if exclude:

@@ -41,6 +41,7 @@ from orchestra.run.planned_faults import still_to_come
 from orchestra.run.record import RunPhase, fallback_place, jobs_of, read_record, write_record
 from orchestra.run.run_lineage import lineage_of, newest_checkpoint
 from orchestra.submit.claims import is_held, next_attempt_number, read_claim, take, take_turn
+from orchestra.submit.fair.predecessors import Following, following, has_begun, predecessors_in
 from orchestra.submit.hand_over import RunLedger, hand_over
 from orchestra.submit.job import Share
 from orchestra.submit.job_record import add_intent, intent, number_of_jobs
@@ -122,7 +123,8 @@ def plan_resume(
     if state is RunPhase.finished and not overrides:
         # Nothing is checked, and no cluster is asked, for a run that has nothing left to train.
         return ResumePlan(run, number, before, before, (), step, last, True, answer.num_jobs)
-    config = changed_config(without_past_faults(before, number), overrides, situation)
+    here = dataclasses.replace(situation, from_step=step or 0)
+    config = changed_config(without_past_faults(before, number), overrides, here)
     is_finished = state is RunPhase.finished and config.train.steps <= before.train.steps
     if not is_finished:
         _refuse_impossible(run, config, step, is_finished_before=state is RunPhase.finished)
@@ -132,7 +134,7 @@ def plan_resume(
             _refuse_lost_fallback(run, before, config, lineage_of(events))
     plan = ResumePlan(run, number, before, config, tuple(overrides), step, last, is_finished, answer.num_jobs)
     if not is_finished:
-        plan.changes.refuse_other_past()
+        plan.changes.refuse_other_past(run)
         plan.changes.refuse_jump(accepts_jump)
     return plan
 
@@ -411,10 +413,20 @@ class ResumeJob:
         return self.job.script()
 
 
-def resume_job(plan: ResumePlan, share: Share) -> ResumeJob:
-    """Return the job of a run that goes on. Starts and writes nothing."""
-    numbering = Numbering(plan.run.name, user_name(), time.time())
+def resume_job(plan: ResumePlan, share: Share, following: Following | None = None) -> ResumeJob:
+    """Return the job of a run that goes on, or that is still to begin after others. Starts and writes
+    nothing.
+    """
+    numbering = Numbering(plan.run.name, user_name(), time.time(), following=following or Following())
     return ResumeJob(plan, job_of_run(plan.config, plan.run, share, numbering))
+
+
+def following_still(run: RunDir, now: float, *, is_dry: bool = False) -> Following:
+    """Return what a run waits for that has not begun and is to begin after others. Raises as `following`
+    does.
+    """
+    predecessors = () if has_begun(run) else predecessors_in(read_record(run))
+    return following(predecessors, now, is_dry=is_dry) if predecessors else Following()
 
 
 def submit_resume(plan: ResumeJob, command: Sequence[str]) -> str:

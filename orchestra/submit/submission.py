@@ -117,17 +117,22 @@ def with_cluster(overrides: Sequence[str]) -> list[str]:
 
 
 def plan(
-    overrides: Sequence[str], site: Site, command: Sequence[str], *, checks_memory: bool = True
+    overrides: Sequence[str],
+    site: Site,
+    command: Sequence[str],
+    *,
+    checks_memory: bool = True,
+    follows: bool = False,
 ) -> Submission:
-    """Return the submission of one run. Raises ConfigError with every problem found, also what the cluster
-    cannot give, LaunchError where Slurm is silent.
+    """Return the submission of one run; `follows`: it begins after another one. Raises ConfigError with every
+    problem found, also what the cluster cannot give, LaunchError where Slurm is silent.
     """
-    alternatives = _alternatives(overrides)
+    alternatives, situation = _alternatives(overrides), Situation("submit", cluster=site, follows=follows)
     problems: list[str] = []
     planned: list[PlannedMember] = []
     for number, words in enumerate(alternatives or [[]]):
         try:
-            composed = compose([*overrides, *words], Situation("submit", cluster=site))
+            composed = compose([*overrides, *words], situation)
             made = _planned_sweep([composed], overrides, site, command, checks_memory=checks_memory)
             planned += made.members
         except ConfigError as error:

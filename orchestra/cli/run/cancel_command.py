@@ -14,13 +14,22 @@ from collections.abc import Sequence
 
 from orchestra.cli.text import figures
 from orchestra.cli.text.describe import invocation, note_unanswered
-from orchestra.cli.text.resolve import TARGET_HELP, Target, add_directory_option, resolve_target
-from orchestra.errors import EXIT_DONE, EXIT_FAILED
-from orchestra.report.run_state import runs_of
+from orchestra.cli.text.resolve import (
+    TARGET_HELP,
+    Target,
+    add_directory_option,
+    all_targets,
+    elsewhere,
+    resolve_target,
+)
+from orchestra.errors import EXIT_DONE, EXIT_FAILED, ConfigError
+from orchestra.report.run_state import name_of, runs_of
 from orchestra.run.files import Record
-from orchestra.run.paths import RunDir, read_sweep
+from orchestra.run.paths import RunDir, is_sweep, read_sweep
 from orchestra.run.record import RunPhase
+from orchestra.sizes.units import first_few
 from orchestra.submit.cancel_jobs import Cancellation, Way, cancellations, carry_out
+from orchestra.submit.fair.predecessors import followers_of
 
 _EXPLAINED = """\
   orchestra cancel first             save, end with 75; `orchestra resume first` goes on from there
@@ -60,6 +69,9 @@ def run(arguments: Namespace) -> int:
         for target, runs in zip(targets, runs_of_target, strict=True):
             for line in _told(target, [by_run[run] for run in runs], arguments):
                 print(line)
+            is_stopped = any(by_run[run].attempt is not None for run in runs)
+            if waiting := _followers(target) if is_stopped else []:
+                print(_about_followers(target, waiting))
     return EXIT_FAILED if any(plan.is_unreached for plan in done) and not arguments.dry_run else EXIT_DONE
 
 
@@ -68,6 +80,26 @@ def _runs(target: Target) -> list[RunDir]:
     if isinstance(target, RunDir):
         return [target]
     return [run for member, run in runs_of(target, read_sweep(target)) if member.adopted is None]
+
+
+def _followers(target: Target) -> list[str]:
+    """Return the runs that are to begin after one, or after the sweep."""
+    parent = target.path.parent.parent if is_sweep(target.path.parent) else target.path.parent
+    try:
+        candidates = [*all_targets(parent), *elsewhere(parent)]
+    except ConfigError:
+        # The run is stopped already; its path was given, and its folder cannot be listed.
+        return []
+    return followers_of(target, candidates, time.time())
+
+
+def _about_followers(target: Target, waiting: Sequence[str]) -> str:
+    them, begins = ("it", "begins") if len(waiting) == 1 else ("them", "begin")
+    name = name_of(target) if isinstance(target, RunDir) else target.name
+    return (
+        f"{first_few(waiting)} {begins} after {name} and, unless that goes on or is done by then, "
+        f"will end without training; `orchestra cancel {' '.join(waiting)}` takes {them} out of the queue"
+    )
 
 
 def _told(target: Target, plans: Sequence[Cancellation], arguments: Namespace) -> list[str]:

@@ -14,13 +14,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from conf.schema import LauncherName
+from orchestra.cli.run.outlook_text import after_line, start_line
 from orchestra.cli.run.run_command import ForegroundAttempt, add_output_options, print_plan, train
 from orchestra.cli.run.submit_command import job_lines, print_job_script
 from orchestra.cli.run.sweep_text import resume_sweep
 from orchestra.cli.text.describe import invocation
 from orchestra.cli.text.resolve import add_directory_option, resolve_target
 from orchestra.config.machine import Situation, this_machine
-from orchestra.errors import EXIT_DONE
+from orchestra.errors import EXIT_DONE, ConfigError
 from orchestra.report.run_state import name_of
 from orchestra.run.config_file import plain_values, read_config
 from orchestra.run.paths import RunDir, SweepDir, read_sweep
@@ -30,6 +31,7 @@ from orchestra.submit.resume_run import (
     SchedulerAnswer,
     ask_scheduler,
     claim,
+    following_still,
     plan_resume,
     resume_job,
     submit_resume,
@@ -120,6 +122,9 @@ def _train_here(arguments: Namespace, target: RunDir, answer: SchedulerAnswer) -
     plan = _planned(arguments, target, situation, answer)
     if plan.is_finished:
         return _say_finished(plan, as_json=arguments.json)
+    if awaited := following_still(target, time.time()).awaited:
+        names = " and ".join(awaited)
+        raise ConfigError(f"{name_of(target)} begins after {names}, not done yet; train it here after that")
     notes = tuple(plan.changes.lines())
     attempt = ForegroundAttempt(plan.config, plan.run, plan.number, plan.checkpoint_step, notes)
     if arguments.dry_run:
@@ -137,7 +142,8 @@ def _submit(arguments: Namespace, target: RunDir, answer: SchedulerAnswer) -> in
     if plan.is_finished:
         return _say_finished(plan, as_json=arguments.json)
     site.require()
-    planned = resume_job(plan, site.share(plan.config))
+    following = following_still(target, time.time(), is_dry=arguments.dry_run)
+    planned = resume_job(plan, site.share(plan.config), following)
     estimate = site.tested(planned.script())
     if arguments.dry_run and arguments.json:
         script = {"script": planned.script(), "config": plain_values(planned.next.config)}
@@ -153,8 +159,10 @@ def _submit(arguments: Namespace, target: RunDir, answer: SchedulerAnswer) -> in
         return EXIT_DONE
     step = plan.checkpoint_step
     goes_on = f"goes on {'from the start' if step is None else f'from step {step}'}"
+    waits = [after_line(following)] if following.awaited else []
+    waits += [start_line(estimate, following)] if estimate is not None else []
     print("\n".join([f"run     {name_of(plan.run)}, attempt {plan.number}", *plan.changes.lines()]))
-    print("\n".join(job_lines(plan.run, job, plan.config.cluster, estimate, goes_on)))
+    print("\n".join(job_lines(plan.run, job, plan.config.cluster, goes_on, *waits)))
     return EXIT_DONE
 
 

@@ -1,7 +1,8 @@
 """`orchestra submit [overrides]`: compose, check, freeze, submit one Slurm job, print its id, exit.
 
 Everything that can be told before the job is tried is told before: by the rules, by what the cluster has, and
-by Slurm itself (`sbatch --test-only`). It waits for the job only with --wait.
+by Slurm itself (`sbatch --test-only`), what the job costs and how the account stands too. It waits for the
+job only with --wait; `--after RUN` lets the job wait for another run.
 """
 
 from __future__ import annotations
@@ -10,18 +11,26 @@ import json
 import sys
 import time
 from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from orchestra.cli.hydra_options import add_hydra_options, answered
+from orchestra.cli.run.outlook_text import after_line, outlook_lines, start_line
 from orchestra.cli.run.run_command import add_output_options
 from orchestra.cli.text import describe, figures
+from orchestra.cli.text.resolve import resolve_target
 from orchestra.errors import EXIT_DONE, ConfigError
+from orchestra.run.files import Record
 from orchestra.run.paths import RunDir
 from orchestra.run.run_folders import remember
 
 if TYPE_CHECKING:
     from conf.schema import ClusterConfig
     from launchers.slurm.sbatch import Estimate
+    from orchestra.submit.fair.outlook import Outlook
+    from orchestra.submit.fair.predecessors import Following
+    from orchestra.submit.submission import PlannedMember
     from orchestra.submit.sweeps.arrays import PlacedSubmission
 
 _EXPLAINED = """\
@@ -30,6 +39,7 @@ _EXPLAINED = """\
   orchestra submit cluster.device=cpu cluster.gpus_per_node=2 cluster.nodes=3
   orchestra submit cluster.slurm_extra.reservation=maintenance 'cluster.setup=[module load cuda]'
   orchestra submit -m optim.lr=1e-4,3e-4 parallelism.tp=1,2 cluster.nodes=2 run.name=grid
+  orchestra submit --after first cluster.nodes=2 run.name=second
 
 cluster=slurm is taken where no other cluster is chosen. Ranks per node and device are the cluster's own where
 they are not given. The configuration and the code are frozen now: edits while the job waits change nothing.
@@ -37,16 +47,29 @@ they are not given. The configuration and the code are frozen now: edits while t
 -m submits every combination of the values as one array of jobs (several where the site or the jobs' shapes
 ask for it). The same sweep again goes on with it: what is done or alive is left alone. Runs of other sweeps
 in run.dir that compute the same are taken over.
+
+--after RUN lets the job wait until RUN (a name, the start of one, a path; also a sweep) is done: in however
+many jobs, requeued, chained or resumed. If RUN ends otherwise the new run does not begin (exit code 93);
+resume both.
+
+It says what the job costs at most, how the account stands (sshare) and when Slurm expects it to start.
 """
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.usage = (
-        "orchestra submit [-m] [overrides] [--dry-run] [--json] [--wait] [--force]\n"
+        "orchestra submit [-m] [overrides] [--dry-run] [--json] [--wait] [--force] [--after RUN]\n"
         "                        [--skip-memory-check] [--cfg job] [--info] [--config-dir DIR]"
     )
     parser.add_argument("overrides", nargs="*", metavar="overrides", help="KEY=VALUE or GROUP=NAME")
     parser.add_argument("-m", "--multirun", action="store_true", help="sweep: submit every combination")
+    parser.add_argument(
+        "--after",
+        action="append",
+        default=[],
+        metavar="RUN",
+        help="begin when this run or sweep is done; may be given several times",
+    )
     parser.add_argument(
         "--wait",
         action="store_true",
@@ -72,6 +95,11 @@ def run(arguments: Namespace) -> int:
         return EXIT_DONE
     if arguments.wait and arguments.dry_run:
         raise ConfigError("--wait and --dry-run: nothing is submitted, so there is nothing to wait for")
+    if arguments.multirun and arguments.after:
+        raise ConfigError(
+            "--after is for single runs, and -m submits a sweep; submit the sweep when the other run is "
+            "done, or its runs one by one"
+        )
     if arguments.multirun:
         from orchestra.cli.run.sweep_text import submit_sweep
 
@@ -80,7 +108,7 @@ def run(arguments: Namespace) -> int:
         raise ConfigError("--force is about the members of a sweep (-m); a single run is always a new one")
     if arguments.dry_run:
         return print_script(arguments)
-    return _submit(*_planned(arguments, is_dry=False), arguments)
+    return _submit(_planned(arguments, is_dry=False), arguments)
 
 
 def print_script(arguments: Namespace) -> int:
@@ -88,32 +116,86 @@ def print_script(arguments: Namespace) -> int:
 
     Raises ConfigError as `run` does.
     """
-    _print_plan(*_planned(arguments, is_dry=True), as_json=arguments.json)
+    _print_plan(_planned(arguments, is_dry=True), as_json=arguments.json)
     return EXIT_DONE
 
 
-def _planned(arguments: Namespace, *, is_dry: bool) -> tuple[PlacedSubmission, Estimate | None]:
+@dataclass(frozen=True)
+class CheckedSubmission:
+    """A submission that may be made, and what is known of it before."""
+
+    placed: PlacedSubmission
+    estimate: Estimate | None
+    outlook: Outlook
+
+    @property
+    def following(self) -> Following:
+        return self.placed.numbering.following
+
+    def to_json(self) -> Record:
+        """Return what `--json` prints of what is known before."""
+        start = None if self.estimate is None else self.estimate.start
+        after = {"after": self.following.to_json()} if self.following.predecessors else {}
+        return {"estimated_start": start, **self.outlook.to_json(), **after}
+
+    def lines(self) -> list[str]:
+        """Return the same for people, all but when Slurm expects it to start."""
+        after = [after_line(self.following)] if self.following.predecessors else []
+        return [*after, *outlook_lines(self.outlook)]
+
+
+def _planned(arguments: Namespace, *, is_dry: bool) -> CheckedSubmission:
+    from orchestra.submit.fair.outlook import outlook
     from orchestra.submit.site import ask
     from orchestra.submit.submission import plan, with_cluster
     from orchestra.submit.sweeps.arrays import placed_run
 
-    site = ask(is_dry=is_dry)
+    site, now = ask(is_dry=is_dry), time.time()
     overrides = with_cluster(arguments.overrides)
-    submission = plan(overrides, site, sys.argv, checks_memory=not arguments.skip_memory_check)
-    placed = placed_run(submission, time.time())
-    estimates = [site.tested(job.script()) for job in placed.arrays()]
+    checks_memory, follows = not arguments.skip_memory_check, bool(arguments.after)
+    submission = plan(overrides, site, sys.argv, checks_memory=checks_memory, follows=follows)
+    member = submission.members[0]
+    behind = _awaited(arguments.after, member, now, is_dry=is_dry) if arguments.after else None
+    placed = placed_run(submission, now, behind)
+    jobs = placed.arrays()
+    estimates = [site.tested(job.script()) for job in jobs]
     # Of several jobs the first that starts trains.
     known = [estimate for estimate in estimates if estimate is not None]
-    return placed, min(known, key=lambda estimate: estimate.start, default=None)
+    estimate = min(known, key=lambda estimate: estimate.start, default=None)
+    return CheckedSubmission(placed, estimate, outlook(jobs, member.config.cluster, site))
 
 
-def _print_plan(placed: PlacedSubmission, estimate: Estimate | None, *, as_json: bool) -> None:
+def _awaited(texts: Sequence[str], member: PlannedMember, now: float, *, is_dry: bool) -> Following:
+    """Return what a new run waits for. Raises ConfigError and LaunchError."""
+    from orchestra.submit.fair.predecessors import following, predecessor_of
+    from orchestra.submit.new_run import parent_of_runs
+
+    name = member.config.run.name
+    if member.alternatives:
+        raise ConfigError(
+            "--after with cluster.alternatives: several jobs of one run cannot wait for another run; leave "
+            "one of them out"
+        )
+    if "dependency" in member.config.cluster.slurm_extra:
+        raise ConfigError(
+            "--after with cluster.slurm_extra.dependency: a job takes one of them; leave one out"
+        )
+    if name in texts:
+        raise ConfigError(f"--after {name}: the new run, run.name={name}, would wait for itself")
+    parent = parent_of_runs(member.config)
+    targets = [resolve_target(text, parent, takes_dir=False) for text in texts]
+    predecessors = [predecessor_of(target) for target in dict.fromkeys(targets)]
+    return following(predecessors, now, is_dry=is_dry)
+
+
+def _print_plan(checked: CheckedSubmission, *, as_json: bool) -> None:
     from orchestra.run.config_file import plain_values
     from orchestra.submit.new_run import frozen_config
 
+    placed = checked.placed
     scripts, run = [job.script() for job in placed.arrays()], placed.place
     if not as_json:
-        print_job_script("\n".join(scripts), estimate)
+        print_job_script("\n".join(scripts), checked.estimate, checked.lines())
         return
     (member,) = placed.submission.members
     assert isinstance(run, RunDir)
@@ -123,40 +205,42 @@ def _print_plan(placed: PlacedSubmission, estimate: Estimate | None, *, as_json:
         "signature": member.signature,
         "script": scripts[0],
         **({"scripts": scripts} if len(scripts) > 1 else {}),
-        "estimated_start": None if estimate is None else estimate.start,
+        **checked.to_json(),
         "config": plain_values(frozen_config(member.request(()), run)),
     }
     print(json.dumps(plan, indent=2))
 
 
-def print_job_script(script: str, estimate: Estimate | None) -> None:
-    """Print the batch script, and when Slurm would start it where it says so."""
+def print_job_script(script: str, estimate: Estimate | None, lines: Sequence[str] = ()) -> None:
+    """Print the batch script, and beside it `lines` and when Slurm would start it where it says so."""
     from orchestra.submit.site import note
 
     print(script, end="")
+    sys.stderr.write("".join(f"# {line}\n" for line in lines))
     if estimate is not None:
         note(f"Slurm would accept the job and expects to start it at {estimate.start} on {estimate.nodes}")
 
 
-def _submit(placed: PlacedSubmission, estimate: Estimate | None, arguments: Namespace) -> int:
+def _submit(checked: CheckedSubmission, arguments: Namespace) -> int:
     from orchestra.submit.hand_over import RunLedger, submit
 
+    placed = checked.placed
     ledger, outcome = submit(placed)
     assert isinstance(ledger, RunLedger)
     (member,) = placed.submission.members
     config, run, jobs = member.config, ledger.run, [str(accepted.id) for accepted in outcome.accepted]
     remember(run.path.parent)
     if arguments.json:
-        start = None if estimate is None else estimate.start
         several = {"jobs": jobs} if len(jobs) > 1 else {}
-        facts = {"name": run.name, "path": str(run.path), "job": jobs[0], **several, "estimated_start": start}
+        facts = {"name": run.name, "path": str(run.path), "job": jobs[0], **several, **checked.to_json()}
         # With --wait standard output is the results'.
         print(json.dumps(facts), file=sys.stderr if arguments.wait else sys.stdout)
     else:
         print(f"run     {run.name}")
         others = zip(jobs[1:], member.alternatives[1:], strict=True)
+        start = start_line(checked.estimate, checked.following)
         more = [_job_line(job, kind.cluster) for job, (kind, _) in others]
-        print("\n".join(job_lines(run, jobs[0], config.cluster, estimate, *more)))
+        print("\n".join(job_lines(run, jobs[0], config.cluster, *more, *checked.lines(), start)))
     if not arguments.wait:
         return EXIT_DONE
     from orchestra.cli.run.sweep_text import wait
@@ -164,14 +248,11 @@ def _submit(placed: PlacedSubmission, estimate: Estimate | None, arguments: Name
     return wait([run], config.run.metric, as_json=arguments.json)
 
 
-def job_lines(
-    run: RunDir, job: str, cluster: ClusterConfig, estimate: Estimate | None, *more: str
-) -> list[str]:
-    """Return which job was submitted for a run, `more` about it, when it may start and what to type next."""
+def job_lines(run: RunDir, job: str, cluster: ClusterConfig, *more: str) -> list[str]:
+    """Return which job was submitted for a run, `more` about it, and what to type next."""
     return [
         _job_line(job, cluster),
         *more,
-        *([] if estimate is None else [f"starts  {estimate.start}, as Slurm expects"]),
         f"next    `{describe.invocation('status', run)}`, `{describe.invocation('logs', run)} -f`",
     ]
 

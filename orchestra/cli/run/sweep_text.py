@@ -12,9 +12,11 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from orchestra.cli.run.outlook_text import outlook_lines
 from orchestra.cli.text import describe, figures
 from orchestra.cli.text.figures import number_of
 from orchestra.config.machine import Situation
@@ -32,6 +34,7 @@ from orchestra.submit.sweeps.sweeper import names_sweeper, run_sweeper
 if TYPE_CHECKING:
     from orchestra.config.compose import Composed
     from orchestra.run.paths import RunDir, SweepMember
+    from orchestra.submit.fair.outlook import Outlook
     from orchestra.submit.hand_over import SubmitOutcome, SweepLedger
     from orchestra.submit.site import Site
     from orchestra.submit.submission import Submission
@@ -39,6 +42,21 @@ if TYPE_CHECKING:
     from orchestra.submit.sweeps.submit_sweep import SweepAction
     from orchestra.submit.sweeps.sweeper import Trial
     from orchestra.submit.wait import RunResult
+
+
+@dataclass(frozen=True)
+class Beforehand:
+    """What is known of a sweep's jobs before they are submitted; None: nothing."""
+
+    # When Slurm expects the first one to start.
+    start: str | None = None
+    outlook: Outlook | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return {"estimated_start": self.start, **({} if self.outlook is None else self.outlook.to_json())}
+
+    def lines(self) -> list[str]:
+        return [] if self.outlook is None else list(outlook_lines(self.outlook))
 
 
 def _trial(trial: Trial) -> dict[str, Any]:
@@ -89,7 +107,7 @@ def _value(row: dict[str, Any]) -> str:
     return f"{row['metric']} {'none' if row['value'] is None else format(row['value'], '.6g')}"
 
 
-def print_action(action: SweepAction, start: str | None, *, as_json: bool) -> None:
+def print_action(action: SweepAction, before: Beforehand, *, as_json: bool) -> None:
     """Print the scripts and the members that would be submitted."""
     scripts = [planned.script() for planned in action.arrays]
     arrays = {index: planned.array.number for planned in action.arrays for index in planned.array.members}
@@ -108,22 +126,23 @@ def print_action(action: SweepAction, start: str | None, *, as_json: bool) -> No
                 {"number": planned.array.number, "members": list(planned.array.members), "script": script}
                 for planned, script in zip(action.arrays, scripts, strict=True)
             ],
-            "estimated_start": start,
+            **before.to_json(),
         }
         print(json.dumps(plan, indent=2))
         return
     print("\n".join(scripts), end="")
+    sys.stderr.write("".join(f"# {line}\n" for line in before.lines()))
     for row in rows:
         what = f"array {row['array']}" if row["array"] is not None else f"{row['state']}, left alone"
         note(f"{row['index']:03d}  {' '.join(row['overrides'])}  ({what})")
-    before: dict[int | None, str] = {}
+    newest: dict[int | None, str] = {}
     for planned in action.arrays:
-        if awaited := before.get(planned.lane, ", ".join(f"job {job}" for job in planned.after)):
+        if awaited := newest.get(planned.lane, ", ".join(f"job {job}" for job in planned.after)):
             note(f"array {planned.array.number} begins when {awaited} is over (cluster.array_throttle)")
         if planned.lane is not None:
-            before[planned.lane] = f"array {planned.array.number}"
-    if start is not None:
-        note(f"Slurm would accept the jobs and expects to start the first one at {start}")
+            newest[planned.lane] = f"array {planned.array.number}"
+    if before.start is not None:
+        note(f"Slurm would accept the jobs and expects to start the first one at {before.start}")
 
 
 def member_rows(action: SweepAction, members: Iterable[SweepMember]) -> list[dict[str, Any]]:
@@ -155,16 +174,16 @@ def tell(
     action: SweepAction,
     ledger: SweepLedger,
     outcome: SubmitOutcome,
-    start: str | None,
+    before: Beforehand,
     *,
     as_json: bool,
     stream: TextIO | None = None,
 ) -> int:
     """Print what became of a sweep; return 0, or 1 where a limit kept members out."""
     if as_json:
-        print(json.dumps(_facts(action, ledger, outcome, start)), file=stream)
+        print(json.dumps(_facts(action, ledger, outcome, before)), file=stream)
     else:
-        print("\n".join(_lines(action, ledger, outcome, start)), file=stream, flush=True)
+        print("\n".join(_lines(action, ledger, outcome, before)), file=stream, flush=True)
     if outcome.limit is None:
         return EXIT_DONE
     with contextlib.suppress(OSError):
@@ -182,7 +201,7 @@ def limited(ledger: SweepLedger, outcome: SubmitOutcome) -> str:
 
 
 def _facts(
-    action: SweepAction, ledger: SweepLedger, outcome: SubmitOutcome, start: str | None
+    action: SweepAction, ledger: SweepLedger, outcome: SubmitOutcome, before: Beforehand
 ) -> dict[str, Any]:
     members = ledger.record.members
     paths = {member.index: str(ledger.record.run(ledger.sweep, member).path) for member in members}
@@ -197,7 +216,7 @@ def _facts(
         "num_submitted": outcome.num_accepted,
         "num_not_submitted": outcome.num_refused,
         "limit": outcome.limit,
-        "estimated_start": start,
+        **before.to_json(),
         "members": [{**row, "path": paths[row["index"]]} for row in member_rows(action, members)],
     }
 
@@ -211,7 +230,7 @@ def _nodes(action: SweepAction, outcome: SubmitOutcome) -> list[int | None]:
 
 
 def _lines(
-    action: SweepAction, ledger: SweepLedger, outcome: SubmitOutcome, start: str | None
+    action: SweepAction, ledger: SweepLedger, outcome: SubmitOutcome, before: Beforehand
 ) -> Iterator[str]:
     from orchestra.submit.sweeps.members import counted
 
@@ -235,8 +254,10 @@ def _lines(
             yield f"        `orchestra resume {owner}` goes on with its own members"
     if not outcome.accepted and outcome.limit is None:
         yield "nothing is missing: nothing was submitted"
-    if start is not None and outcome.accepted:
-        yield f"starts  {start}, as Slurm expects of the first one"
+    if outcome.accepted:
+        yield from before.lines()
+    if before.start is not None and outcome.accepted:
+        yield f"starts  {before.start}, as Slurm expects of the first one"
     status, resume = (describe.invocation(verb, ledger.sweep) for verb in ("status", "resume"))
     yield f"next    `{status}`, `{resume}`"
 
@@ -258,25 +279,28 @@ def submit_sweep(arguments: Namespace) -> int:
     members = compose_members(overrides, Situation("submit", cluster=site))
     submission = plan_sweep(members, overrides, site, sys.argv, checks_memory=checks_memory)
     if arguments.dry_run:
-        action, start = _planned_action(submission, site, force=arguments.force)
-        print_action(action, start, as_json=arguments.json)
+        action, before = _planned_action(submission, site, force=arguments.force)
+        print_action(action, before, as_json=arguments.json)
         return EXIT_DONE
-    action, start, ledger, outcome = _submitted(submission, site, force=arguments.force)
+    action, before, ledger, outcome = _submitted(submission, site, force=arguments.force)
     remember(Path(members[0].config.run.dir))
     # With --wait the JSON on standard output is the results'.
     stream = sys.stderr if arguments.json and arguments.wait else sys.stdout
-    code = tell(action, ledger, outcome, start, as_json=arguments.json, stream=stream)
+    code = tell(action, ledger, outcome, before, as_json=arguments.json, stream=stream)
     if arguments.wait and code == EXIT_DONE:
         return wait(runs_of(ledger), members[0].config.run.metric, as_json=arguments.json)
     return code
 
 
-def _planned_action(submission: Submission, site: Site, *, force: bool) -> tuple[SweepAction, str | None]:
-    """Return what is to be done about the sweep, and when Slurm expects its first job to start."""
+def _planned_action(submission: Submission, site: Site, *, force: bool) -> tuple[SweepAction, Beforehand]:
+    """Return what is to be done about the sweep, and what is known of its jobs."""
+    from orchestra.submit.fair.outlook import outlook
     from orchestra.submit.sweeps.submit_sweep import submit_action
 
     action = submit_action(submission, site, time.time(), force=force)
-    return action, _tested(action.arrays, site)
+    start = _tested(action.arrays, site)
+    cluster = submission.members[0].config.cluster
+    return action, Beforehand(start, outlook(action.arrays, cluster, site) if action.arrays else None)
 
 
 def _tested(arrays: Sequence[PlannedArray], site: Site) -> str | None:
@@ -289,14 +313,14 @@ def _tested(arrays: Sequence[PlannedArray], site: Site) -> str | None:
 
 def _submitted(
     submission: Submission, site: Site, *, force: bool
-) -> tuple[SweepAction, str | None, SweepLedger, SubmitOutcome]:
+) -> tuple[SweepAction, Beforehand, SweepLedger, SubmitOutcome]:
     """Submit what is missing of a sweep, while no other command does; see `_planned_action`."""
     from orchestra.submit.submission import parent_of_sweep
     from orchestra.submit.sweeps.submit_sweep import carry_out
 
     with exclusively(parent_of_sweep(submission.members), submission.signature):
-        action, start = _planned_action(submission, site, force=force)
-        return action, start, *carry_out(action, sys.argv)
+        action, before = _planned_action(submission, site, force=force)
+        return action, before, *carry_out(action, sys.argv)
 
 
 def _submit_sweeper(arguments: Namespace, overrides: Sequence[str]) -> int:
@@ -348,9 +372,9 @@ def resume_sweep(arguments: Namespace, sweep: SweepDir) -> int:
             f"{' '.join(arguments.overrides)} changes nothing: no member of {sweep.name} is to be submitted; "
             f"`orchestra resume {sweep.name}/000 …` goes on with one that is finished"
         )
-    start = _tested(action.arrays, site)
+    before = Beforehand(_tested(action.arrays, site))
     if arguments.dry_run:
-        print_action(action, start, as_json=arguments.json)
+        print_action(action, before, as_json=arguments.json)
         return EXIT_DONE
     ledger, outcome = carry_out(action, sys.argv)
-    return tell(action, ledger, outcome, start, as_json=arguments.json)
+    return tell(action, ledger, outcome, before, as_json=arguments.json)

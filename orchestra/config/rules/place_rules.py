@@ -322,8 +322,12 @@ def problems_of_token_file(path: str, config: Config, section: str) -> Iterator[
 
 
 def rule_init_from(config: Config, situation: Situation) -> Iterator[str]:
-    """The weights to start from must be the model's; a plan needs none, nor does a run that goes on."""
-    if situation.verb in ("run", "submit"):
+    """The weights to start from must be the model's; a plan needs none, nor does a run that goes on. One that
+    begins after another finds them then, or its ranks say that they do not.
+    """
+    place = config.model.init_from
+    may_come = situation.follows and place is not None and not Path(place).exists()
+    if situation.verb in ("run", "submit") and not may_come:
         yield from init_from_problems(config)
 
 

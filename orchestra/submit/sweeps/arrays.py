@@ -14,13 +14,14 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from conf.schema import Config
 from launchers.slurm.batch_script import rendered
 from orchestra.run.control.stop_requests import user_name
 from orchestra.run.paths import RunDir, SweepArray, SweepDir
+from orchestra.submit.fair.predecessors import Following, refuse_cycle
 from orchestra.submit.job import NODE_MODULE, PACK_MODULE, Share, array_job, batch_job, new_token, packed_job
 from orchestra.submit.new_run import planned_run
 from orchestra.submit.submission import Submission
@@ -122,6 +123,8 @@ class Numbering:
     throttle: int | None = None
     # Of these the jobs that it has already, waiting or running, one for each member.
     living: tuple[str, ...] = ()
+    # What a single run begins after.
+    following: Following = field(default_factory=Following)
 
 
 def planned_arrays(
@@ -267,9 +270,10 @@ def num_nodes(script: str) -> int | None:
 
 def job_of_run(config: Config, run: RunDir, share: Share, numbering: Numbering) -> PlannedArray:
     """Return the job that trains a single run."""
-    template = rendered(batch_job(config, run, "", share))
+    following = numbering.following
+    template = rendered(batch_job(config, run, "", share, follows=bool(following.awaited)))
     (job,) = planned_arrays({0: template}, numbering, itertools.count())
-    return job
+    return replace(job, after=following.jobs)
 
 
 def arrays_of(submission: Submission, place: RunDir | SweepDir, numbering: Numbering) -> list[PlannedArray]:
@@ -307,7 +311,11 @@ class PlacedSubmission:
         return arrays_of(self.submission, self.place, self.numbering)
 
 
-def placed_run(submission: Submission, now: float) -> PlacedSubmission:
-    """Return the submission of a single run in its place. Raises ConfigError where its name is taken."""
+def placed_run(submission: Submission, now: float, following: Following | None = None) -> PlacedSubmission:
+    """Return the submission of a single run in its place. Raises ConfigError where its name is taken, or
+    where it would wait for itself.
+    """
     run = planned_run(submission.members[0].request(submission.command), now)
-    return PlacedSubmission(submission, run, Numbering(run.name, user_name(), now))
+    following = following or Following()
+    refuse_cycle(run, following.predecessors)
+    return PlacedSubmission(submission, run, Numbering(run.name, user_name(), now, following=following))

@@ -1,0 +1,1 @@
+"""A run that begins when others are done (`orchestra submit --after`)."""
