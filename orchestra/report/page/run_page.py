@@ -45,6 +45,7 @@ from orchestra.sizes.topology import batch_ramp
 
 # What a profile's parts are called, in the order in which they are drawn.
 _PARTS = (*(part.value for part in Part), OTHER)
+_UNREAD = {"why": "its configuration could not be read"}
 _RECENT_ROWS = 200
 
 
@@ -115,8 +116,7 @@ def run_page(files: RunFiles, now: float, page_folder: Path | None = None) -> Re
     end = max((each.end for each in times), default=now) if state.state.is_over else now
     attempts = attempt_rows(times, ended_attempts(events), files.began)
     checkpoints = checkpoint_rows(events, files.began)
-    unread = {"why": "its configuration could not be read"}
-    plan: Record = unread if config is None else planned.speed(config)
+    plan: Record = _UNREAD if config is None else planned.speed(config)
     facts = Facts(
         state=state,
         accounts=accounts,
