@@ -162,6 +162,25 @@ def layout_problems(parallelism: ParallelismConfig, world_size: int) -> Iterator
         yield f"parallelism.dp={parallelism.dp} × ({product}) is not {ranks}; use parallelism.dp={dp} or auto"
     elif dp % parallelism.ep:
         yield f"parallelism.ep={parallelism.ep} does not divide dp={dp}; use {listed(divisors(dp))}"
+    else:
+        yield from sharding_problems(parallelism, dp)
+
+
+def sharding_problems(parallelism: ParallelismConfig, dp: int | None) -> Iterator[str]:
+    """Yield what keeps `shard_degree` from being that of a layout; `dp`: None where it is not known."""
+    degree, ep, cp = parallelism.shard_degree, parallelism.ep, parallelism.cp
+    if parallelism.zero == 0 or degree is None or degree < 1:
+        return
+    least = ep * cp if ep > 1 else 1
+    if degree % least:
+        product = f"parallelism.ep={ep}" + ("" if cp == 1 else f" × parallelism.cp={cp}")
+        yield (
+            f"parallelism.shard_degree={degree} is not a multiple of {product}: the ranks that ZeRO shards "
+            f"over have to have all experts; use {listed(nearest_multiples(degree, least))}"
+        )
+    if dp is not None and dp * cp % degree:
+        product = f"dp={dp}" if cp == 1 else f"dp·cp = {dp}·{cp}"
+        yield f"parallelism.shard_degree={degree} does not divide {product}; use {listed(divisors(dp * cp))}"
 
 
 def _degree_problems(parallelism: ParallelismConfig) -> Iterator[str]:
