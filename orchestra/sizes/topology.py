@@ -172,15 +172,18 @@ def sharding_problems(parallelism: ParallelismConfig, dp: int | None) -> Iterato
     if parallelism.zero == 0 or degree is None or degree < 1:
         return
     least = ep * cp if ep > 1 else 1
+    fitting = nearest_multiples(degree, least)
+    if dp is not None:
+        fitting = [ranks for ranks in divisors(dp * cp) if ranks % least == 0]
     if degree % least:
         product = f"parallelism.ep={ep}" + ("" if cp == 1 else f" × parallelism.cp={cp}")
         yield (
             f"parallelism.shard_degree={degree} is not a multiple of {product}: the ranks that ZeRO shards "
-            f"over have to have all experts; use {listed(nearest_multiples(degree, least))}"
+            f"over have to have all experts; use {listed(fitting)}"
         )
-    if dp is not None and dp * cp % degree:
+    elif dp is not None and dp * cp % degree:
         product = f"dp={dp}" if cp == 1 else f"dp·cp = {dp}·{cp}"
-        yield f"parallelism.shard_degree={degree} does not divide {product}; use {listed(divisors(dp * cp))}"
+        yield f"parallelism.shard_degree={degree} does not divide {product}; use {listed(fitting)}"
 
 
 def _degree_problems(parallelism: ParallelismConfig) -> Iterator[str]:
