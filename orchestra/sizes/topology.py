@@ -198,13 +198,12 @@ def _degree_problems(parallelism: ParallelismConfig) -> Iterator[str]:
 
 def node_blocks(mesh: Layout, ranks_per_node: int) -> list[int]:
     """Return how many nodes each kind of group fills whose ranks should lie under one switch: a pipeline
-    stage, ZeRO's or the experts' ranks in it, those of context parallelism. The largest first, each a
+    stage, ZeRO's and the experts' ranks in it, those of context parallelism. The largest first, each a
     multiple of the next; groups that fill no whole number of nodes are left out.
     """
     model = mesh.tp * mesh.cp
-    inner = model * mesh.ep if mesh.ep > 1 else mesh.tp * mesh.shard
     sizes: list[int] = []
-    for ranks in (model * mesh.dp, inner, model):
+    for ranks in sorted((model * mesh.dp, mesh.tp * mesh.shard, model * mesh.ep, model), reverse=True):
         size, rest = divmod(ranks, ranks_per_node)
         if size > 1 and not rest and all(larger % size == 0 and larger > size for larger in sizes[-1:]):
             sizes.append(size)

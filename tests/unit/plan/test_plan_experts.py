@@ -11,6 +11,7 @@ from conf.schema import Recompute
 from orchestra.cli.plan import configuration
 from orchestra.plan.case import PlanCase, held_by_rank
 from orchestra.plan.devices import INFINIBAND_400, CollectiveGroup
+from orchestra.plan.leaf_traffic import leaf_bytes
 from orchestra.plan.predict import predict
 from orchestra.plan.search import search
 from orchestra.plan.space import Fixed, Space
@@ -145,6 +146,16 @@ def test_fp8_pays_for_wide_experts_and_rounding_takes_it_back_from_narrow_ones()
 
     assert gain() > 1.1
     assert 0.8 < gain(moe_intermediate_size=768, intermediate_size=768) < gain()
+
+
+def test_states_of_experts_travel_between_the_ranks_that_have_the_same_ones() -> None:
+    """Two nodes of 8 under two leaves: a shard group is a node, and shards leave it for their replicas."""
+    found = mixture(dp=16, num_gpus=16, ep=8, zero=1, num_shards=8)
+    found = replace(found, layout=replace(found.layout, shard=8))
+    [held] = (held_by_rank(found.model, stage, found.layout) for stage in found.stages)
+    # Of two replicas there and back: of experts whole, as each rank of a node has others.
+    between = 2 * 2 * 8 * 2 * (held.dense / 8 + held.experts) / 2
+    assert leaf_bytes(found, "ab")["dp"] == between
 
 
 def test_experts_that_nobody_shares_are_not_gathered() -> None:

@@ -23,6 +23,7 @@ from orchestra.sizes.topology import (
     layout,
     listed,
     nearest_multiples,
+    node_blocks,
     warmup_steps,
 )
 
@@ -94,6 +95,22 @@ def test_layouts_that_do_not_multiply_out_are_explained(
         layout(parallelism, world_size)
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "nodes"),
+    [
+        # On nodes of four ranks: a pipeline stage, a shard group, the ranks that have all experts.
+        (Layout(dp=64, pp=2, ep=8, shard=32), [16, 8, 2]),
+        (Layout(dp=64, ep=8, shard=8), [16, 2]),
+        (Layout(dp=64, ep=8), [16, 2]),
+        (Layout(dp=16, cp=2, ep=4, shard=16), [8, 4, 2]),
+        (Layout(dp=16, tp=2, shard=8), [8, 4]),
+        (Layout(dp=6), []),
+    ],
+)
+def test_groups_that_fill_whole_nodes_lie_inside_of_each_other(mesh: Layout, nodes: list[int]) -> None:
+    assert node_blocks(mesh, 4) == nodes
 
 
 @given(micro=st.integers(1, 8), accumulation=st.integers(1, 8), dp=st.integers(1, 8))
