@@ -258,8 +258,8 @@ def _ends(counts_X: Tensor) -> Tensor:
 class Fp8GroupedProducts:
     """Takes the products of a layer's experts; `has_kernel` as `has_grouped_kernel` says of the device.
 
-    `is_compiled`: what rounds is compiled code, which moves a tenth of the bytes, also where experts are in no
-    compiled block, as between exchanges.
+    `is_compiled`: what rounds is compiled code, which moves a sixth of the bytes, also where experts are in
+    no compiled block, as between exchanges.
     """
 
     has_kernel: bool
