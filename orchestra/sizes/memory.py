@@ -190,6 +190,8 @@ def rank_bytes(shape: TrainingShape, stage: PipelineStage) -> RankBytes:
     parameters = (owned if is_split else size) * width.parameters
     if not is_split:
         parameters += _rounded_bytes(shape, stage)
+    elif shape.gathers_fp8:
+        parameters += width.parameters * _elements_kept_whole(shape, stage, parts)
     host = disk = 0.0
     masters, moments = owned * width.masters, 2 * owned * options.moment_bytes
     if options.offload is Offload.optimizer_disk:
@@ -223,17 +225,39 @@ def _rounded_bytes(shape: TrainingShape, stage: PipelineStage) -> float:
     if shape.precision is not PrecisionName.fp8:
         return 0.0
     model, layout = shape.model, shape.layout
-    first, num_dense = shape.options.fp8_bf16_blocks, num_dense_layers(model)
-    in_fp8 = range(first, model.num_hidden_layers - first)
     of_kind = {
         has_experts: rounded_elements(model, layout.tp, layout.ep, has_experts=has_experts)
         for has_experts in (False, True)
     }
-    layers = [layer for chunk in stage.chunks for layer in chunk if layer in in_fp8]
-    elements = sum(of_kind[layer >= num_dense] for layer in layers)
+    elements = sum(of_kind[has_experts] for has_experts in _layers_in_fp8(shape, stage))
     if shape.options.fp8_output and stage.has_head:
         elements += math.ceil(model.vocab_size / layout.tp) * model.hidden_size
     return 2.0 * elements
+
+
+def _layers_in_fp8(shape: TrainingShape, stage: PipelineStage) -> list[bool]:
+    """Return of each of a stage's layers that compute in fp8 whether it has experts, where the model has."""
+    first, num_dense = shape.options.fp8_bf16_blocks, num_dense_layers(shape.model)
+    in_fp8 = range(first, shape.model.num_hidden_layers - first)
+    return [layer >= num_dense for chunk in stage.chunks for layer in chunk if layer in in_fp8]
+
+
+def _elements_kept_whole(shape: TrainingShape, stage: PipelineStage, parts: RankParameters) -> float:
+    """Return the elements of what every rank has whole where matrices are gathered in fp8 (norms, biases,
+    routers), and of the message that brings them: from each rank as much as one has of them at most. That is
+    a layer's own, which lie near each other, or all that a rank has of the layer.
+    """
+    model, layout, shards = shape.model, shape.layout, shape.num_shards
+    found: list[tuple[float, float]] = []
+    for has_experts in _layers_in_fp8(shape, stage):
+        tensors = parts.of_layer if has_experts or not parts.of_dense else parts.of_dense
+        rounded = rounded_elements(model, layout.tp, layout.ep, has_experts=has_experts)
+        experts = sum(parts.of_experts) if has_experts else 0
+        found.append((sum(tensors) - (rounded - experts), sum(tensors) / shards))
+    if shape.options.fp8_output and stage.has_head and not model.tie_word_embeddings:
+        table = math.ceil(model.vocab_size / layout.tp) * model.hidden_size
+        found.append((parts.after - table, parts.after / shards))
+    return sum(whole + shards * min(whole, owned) for whole, owned in found)
 
 
 def step_bytes(shape: TrainingShape, stage: PipelineStage, parts: RankParameters) -> StepBytes:
