@@ -231,3 +231,10 @@ def test_a_gpt_rank_holds_the_parameters_that_the_closed_form_says() -> None:
 def test_the_first_rank_of_a_pipeline_holds_what_its_schedule_says(words: tuple[str, ...]) -> None:
     """Activations that wait, and what gradients of weights that wait need."""
     assert_alike(*both(*LAYERS, "model.num_hidden_layers=8", "parallelism.pp=2", *words))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [LAYERS, QWEN3_MOE], ids=["dense", "qwen3-moe"])
+def test_gradients_of_products_in_fp8_wait_where_a_schedule_takes_them_later(model: tuple[str, ...]) -> None:
+    words = ("precision=fp8", "parallelism.pp=2", "parallelism.schedule=zero_bubble")
+    assert_alike(*both(*model, "model.num_hidden_layers=4", *words))
