@@ -54,11 +54,14 @@ def emulated(rows: Tensor, weights: list[Tensor], grads: list[Tensor]) -> list[T
 
 
 def factors(device: str = "cpu") -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    rows = numbers(1, ROWS, INPUTS).to(device).requires_grad_()
+    rows = numbers(1, ROWS, INPUTS)
+    rows[sum(COUNTS) :] = torch.nan
+    rows = rows.to(device).requires_grad_()
     weights = [numbers(seed, len(COUNTS), OUTPUTS, INPUTS).to(device).requires_grad_() for seed in (2, 3)]
     grads = [numbers(seed, ROWS, OUTPUTS).to(device) for seed in (4, 5)]
     for grad in grads:
-        grad[sum(COUNTS) :] = 0
+        # Of what is nobody's nothing must come in.
+        grad[sum(COUNTS) :] = torch.nan
     return rows, weights, grads
 
 
