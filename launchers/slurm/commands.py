@@ -5,8 +5,10 @@ Also what every caller needs to know of the cluster itself: its settings, its na
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -63,35 +65,53 @@ def both_outputs_of(
     """Do what `output_of` does and return standard output and standard error."""
     name = words[0]
     try:
-        done = subprocess.run(
-            words,
-            input=stdin,
-            env={**scrubbed(os.environ), **_WHOLE},
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=timeout_s,
-            check=False,
-        )
+        code, stdout, stderr = _run(words, stdin, timeout_s)
     except FileNotFoundError as error:
         raise SlurmMissing(
             f"{name} is not on this machine; type this on a login node of the cluster"
         ) from error
     except subprocess.TimeoutExpired as error:
         raise SlurmSilent(f"{name} got no answer from Slurm's controller within {timeout_s:g} s") from error
-    if done.returncode < 0:
+    if code < 0:
         # Slurm ends the commands of a job's step with the job, perhaps after the controller had its request.
-        raise SlurmSilent(f"{name} was ended by signal {-done.returncode}")
-    if done.returncode != 0:
-        reason = _last_words(done.stderr, name) or f"exit code {done.returncode}"
+        raise SlurmSilent(f"{name} was ended by signal {-code}")
+    if code != 0:
+        reason = _last_words(stderr, name) or f"exit code {code}"
         if _UNCONFIGURED in reason:
             # Slurm says it in four sentences of name servers.
             raise SlurmSilent(f"{name} finds {NO_CLUSTER}")
         # Slurm says why it refuses; a command that ends without a word may have reached the controller.
-        is_silent = not done.stderr.strip() or _SILENCE.search(done.stderr)
+        is_silent = not stderr.strip() or _SILENCE.search(stderr)
         kind = SlurmSilent if is_silent else SlurmRefused
         raise kind(f"{name}: {reason}")
-    return done.stdout, done.stderr
+    return stdout, stderr
+
+
+def _run(words: Sequence[str], stdin: str, timeout_s: float) -> tuple[int, str, str]:
+    """Return the exit code of a command and what it printed on both outputs. Raises subprocess.TimeoutExpired
+    and OSError.
+
+    In a session of its own, so that what a site's wrapper has started ends with it.
+    """
+    pipe, environment = subprocess.PIPE, {**scrubbed(os.environ), **_WHOLE}
+    with subprocess.Popen(
+        words,
+        stdin=pipe,
+        stdout=pipe,
+        stderr=pipe,
+        env=environment,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    ) as command:
+        try:
+            stdout, stderr = command.communicate(stdin, timeout=timeout_s)
+        except BaseException:
+            # Ctrl-C does not reach it there.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(command.pid, signal.SIGKILL)
+            raise
+    return command.returncode, stdout, stderr
 
 
 def _last_words(stderr: str, name: str) -> str:

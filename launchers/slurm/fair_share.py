@@ -5,8 +5,10 @@ back.
 
 from __future__ import annotations
 
+import enum
+import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from launchers.slurm.commands import output_of
@@ -14,7 +16,7 @@ from launchers.slurm.commands import output_of
 # Nobody is to wait for what is only good to know.
 _TIMEOUT_S = 5.0
 _FIELD = re.compile(r"(\w+)=(\S*)")
-_NUMBER = re.compile(r"(\d+(?:\.\d+)?)([KMGTP]?)")
+_NUMBER = re.compile(r"(\d+(?:\.\d*)?|\.\d+)([KMGTP]?)")
 # Weights of memory are for a megabyte unless they say another unit.
 _MEGABYTES = {"": 1.0, "K": 1.0 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2, "P": 1024.0**3}
 
@@ -55,18 +57,21 @@ def parsed_standings(text: str) -> list[Standing]:
 
 def _number(text: str) -> float | None:
     try:
-        return float(text)
+        number = float(text)
     except ValueError:
         return None
+    return number if math.isfinite(number) else None
 
 
 @dataclass(frozen=True)
 class PartitionTerms:
-    """What a partition says of jobs: the limit of those that name none, as Slurm writes it, and what a unit
-    of each resource bills (`cpu`, `mem` in megabytes, `gres/gpu`, `node`), empty where the site says nothing.
+    """What a partition says of jobs: the limit of those that name none and the longest one, as Slurm writes
+    them, and what a unit of each resource bills (`cpu`, `mem` in megabytes, `gres/gpu`, `node`), empty where
+    the site says nothing.
     """
 
     time_limit: str | None = None
+    longest: str | None = None
     weights: Mapping[str, float] = field(default_factory=dict)
     # As the site wrote them.
     words: str = ""
@@ -81,12 +86,15 @@ def partition_terms(name: str) -> PartitionTerms:
 def parsed_terms(text: str) -> PartitionTerms:
     """Return the terms in what scontrol printed of one partition."""
     fields = dict(_FIELD.findall(text))
-    limits = [fields.get(name, "NONE") for name in ("DefaultTime", "MaxTime")]
-    limit = next((limit for limit in limits if limit != "NONE"), None)
+    default, longest = (
+        None if limit == "NONE" else limit
+        for limit in (fields.get(name, "NONE") for name in ("DefaultTime", "MaxTime"))
+    )
     words = fields.get("TRESBillingWeights", "")
     pairs = [pair.partition("=") for pair in words.split(",") if "=" in pair]
     weights = {name.lower(): _weight(name.lower(), value) for name, _, value in pairs}
-    return PartitionTerms(limit, {name: each for name, each in weights.items() if each is not None}, words)
+    known = {name: each for name, each in weights.items() if each is not None}
+    return PartitionTerms(default or longest, longest, known, words)
 
 
 def _weight(name: str, text: str) -> float | None:
@@ -96,11 +104,29 @@ def _weight(name: str, text: str) -> float | None:
     return float(match[1]) / (_MEGABYTES[match[2]] if name == "mem" else 1.0)
 
 
-def billing(weights: Mapping[str, float], amounts: Mapping[str, float], *, takes_most: bool) -> float:
-    """Return what a job with these amounts of resources bills. `takes_most`: the site counts only the
-    resource that bills most (PriorityFlags=MAX_TRES).
-    """
-    parts: Iterable[float] = [
-        weight * amounts[name] for name, weight in weights.items() if name in amounts
-    ] or [0.0]
-    return max(parts) if takes_most else sum(parts)
+class Counted(enum.Enum):
+    """Which of a job's resources a site bills (PriorityFlags)."""
+
+    all = ""
+    # The one that bills most.
+    most = "MAX_TRES"
+    # The one that bills most, and all generic resources such as GPUs.
+    most_and_gres = "MAX_TRES_GRES"
+
+
+def counted(priority_flags: str) -> Counted:
+    """Return what a site bills by what scontrol says of its PriorityFlags."""
+    flags = priority_flags.split(",")
+    return next((way for way in (Counted.most_and_gres, Counted.most) if way.value in flags), Counted.all)
+
+
+def billing(
+    weights: Mapping[str, float], amounts: Mapping[str, float], counts: Counted = Counted.all
+) -> float:
+    """Return what a job with these amounts of resources bills."""
+    parts = {name: weight * amounts[name] for name, weight in weights.items() if name in amounts}
+    if counts is Counted.all:
+        return sum(parts.values())
+    is_added = counts is Counted.most_and_gres
+    added = {name: part for name, part in parts.items() if is_added and name.startswith("gres/")}
+    return sum(added.values()) + max((parts[name] for name in parts if name not in added), default=0.0)

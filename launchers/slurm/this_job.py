@@ -46,6 +46,9 @@ class OwnJob:
     nodes: str = ""
     # Where its batch script runs, and srun.
     batch_host: str = ""
+    # The nodes that it must not get, as Slurm writes them: those that it was submitted without, and those
+    # that somebody, or Slurm itself, has added since.
+    excluded: str = ""
 
     @property
     def is_ending(self) -> bool:
@@ -78,6 +81,7 @@ def parsed(text: str) -> OwnJob | None:
         script=fields.get("Command"),
         nodes=fields.get("NodeList", ""),
         batch_host=fields.get("BatchHost", ""),
+        excluded=fields.get("ExcNodeList", ""),
     )
 
 

@@ -22,9 +22,11 @@ from orchestra.agents.context import AgentContext
 from orchestra.errors import ConfigError
 from orchestra.recovery.history import Attempt
 from orchestra.recovery.policy import Action, Decision, Resources, node_is_gone
-from orchestra.run.events import EventWriter, is_number
+from orchestra.run.events import EventWriter, is_number, read_events
 from orchestra.run.files import Record
-from orchestra.sizes.topology import batch_shape, has_open_micro_batch, layout, node_blocks
+from orchestra.run.paths import RunDir
+from orchestra.run.run_lineage import newest_checkpoint
+from orchestra.sizes.topology import batch_problems, batch_ramp, layout, node_blocks
 from orchestra.sizes.units import first_few
 
 # With fewer nodes the others' median says too little.
@@ -287,11 +289,20 @@ def gives_layout(config: Config, num_nodes: int) -> bool:
     """Tell whether the run can train on so many nodes, with the same global batch by more accumulation."""
     try:
         mesh = layout(config.parallelism, num_nodes * int(config.cluster.gpus_per_node))
-        if not has_open_micro_batch(config.train):
-            batch_shape(config.train, mesh.dp)
     except ConfigError:
         return False
-    return True
+    return not any(batch_problems(config.train, mesh.dp))
+
+
+def of_next_attempt(config: Config, run: RunDir) -> Config:
+    """Return the configuration that nodes for a further attempt are chosen by: without the batches of a ramp
+    that the run no longer trains, which more or fewer ranks need not share out. Raises OSError.
+    """
+    if not config.train.batch_ramp:
+        return config
+    begin = newest_checkpoint(read_events(run)) or 0
+    to_come = config.train.batch_ramp[batch_ramp(config.train).at(begin + 1).number :]
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, batch_ramp=to_come))
 
 
 def resources(

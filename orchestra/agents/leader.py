@@ -162,6 +162,10 @@ class Leader:
         hosts = [host_of(order, node) for node in order.nodes]
         spec = launch_spec(config, context.run, attempt)
         facts = {"crew": self._group.folder.name, **context.scheduler.facts()}
+        # What is paid for: nodes that stand by, or that a layout has no place for, are held too.
+        held = len(living(context, order))
+        if held > 1 or not context.is_alone:
+            facts["nodes_held"] = held
         write_started(record, config, spec, hosts=hosts, **facts)
         if not (context.is_alone and order.number == 0):
             context.say(f"attempt {attempt} on {', '.join(hosts)}")
@@ -266,7 +270,8 @@ class Leader:
         context, number = self._context, order.number + 1
         members = {node: it for node, it in living(context, order).items() if node not in lost}
         excluded = choose_nodes.excluded_hosts(read_events(context.run), context.scheduler.facts())
-        nodes = choose_nodes.resized(order, members, context.config, self._preflight.listed, excluded)
+        config = choose_nodes.of_next_attempt(context.config, context.run)
+        nodes = choose_nodes.resized(order, members, config, self._preflight.listed, excluded)
         there, now = len(order.nodes), 0 if nodes is None else len(nodes)
         action = Action.grow if now > there else Action.shrink if nodes else Action.requeue
         reason = f"{now} nodes instead of {there}" if nodes else "too few nodes stay"
@@ -306,7 +311,8 @@ class Leader:
         context.say(f"{decision.action.name}: {decision.reason}")
         listed = self._preflight.listed
         excluded = choose_nodes.excluded_hosts(events, context.scheduler.facts())
-        nodes = choose_nodes.next_nodes(order, decision, members, context.config, listed, excluded)
+        config = choose_nodes.of_next_attempt(context.config, context.run)
+        nodes = choose_nodes.next_nodes(order, decision, members, config, listed, excluded)
         if decision.action is Action.requeue or nodes is None:
             self._requeue(number, decision, verdict, record, lost)
             return

@@ -86,7 +86,7 @@ class Preflight:
 
     def first_nodes(self, members: Mapping[int, GroupMember]) -> tuple[int, ...] | None:
         """Return the nodes of a job's first attempt, in rank order; None: they are too few."""
-        config = self._context.config
+        config = choose_nodes.of_next_attempt(self._context.config, self._context.run)
         bad = choose_nodes.excluded_hosts(read_events(self._context.run), self._context.scheduler.facts())
         able = [
             node

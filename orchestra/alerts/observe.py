@@ -19,6 +19,7 @@ from orchestra.recovery.accounting import account
 from orchestra.recovery.history import newest_attempt
 from orchestra.report.layouts import read_run
 from orchestra.report.run_state import RunState
+from orchestra.report.spending import held_until, spending
 from orchestra.run.config_file import read_config
 from orchestra.run.events import is_number, is_whole, read_events
 from orchestra.run.files import names_in, read_json, read_json_lines
@@ -43,15 +44,19 @@ def observe(state: RunState, now: float, commands: Mapping[str, str]) -> Observe
         return ObservedRun(state.name, now, RunPhase.unreadable, cause=str(error), commands=commands)
     config, no_config = _config(run)
     began = wall_begin(events, read_record(run))
+    counting = rows_that_count(rows, lineage_of(events))
+    tokens = counting[-1].get("tokens") if counting else None
+    until = held_until(state.state, now)
     planned, no_plan = (None, no_config) if config is None else _planned(run, run.config.stat().st_mtime_ns)
     return ObservedRun(
         name=state.name,
         now=now,
         state=state.state,
         # Somebody edited a row without a time, or a disk damaged it.
-        rows=[row for row in rows_that_count(rows, lineage_of(events)) if is_number(row.get("time"))],
+        rows=[row for row in counting if is_number(row.get("time"))],
         events=events,
         nodes=nodes,
+        used=spending(events, rows, tokens if is_whole(tokens) else None, config, until),
         accounts=account(events, rows, began=began, now=None if state.state.is_over else now),
         config=config,
         no_config=no_config,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from conf.schema import Config
 from orchestra.recovery.accounting import Accounts
 from orchestra.recovery.history import Attempt, newest_attempt
+from orchestra.report.spending import Spending
 from orchestra.run.files import Record
 from orchestra.run.record import RunPhase
 
@@ -113,6 +114,7 @@ class ObservedRun:
     # Of the newest attempt.
     nodes: Sequence[NodeBeat] = ()
     accounts: Accounts = field(default_factory=Accounts)
+    used: Spending = field(default_factory=Spending)
     config: Config | None = None
     no_config: str = "its configuration was not read"
     cause: str | None = None

@@ -16,7 +16,8 @@ from orchestra.report.run_state import RunState
 from orchestra.run.events import is_number
 from orchestra.run.files import write_atomically
 
-# By the end of the name: what it is.
+# By the end of the name: what it is. One that ends with `_total` is a counter, by Prometheus' own rules for
+# names, and what is measured is told in base units.
 _HELP = {
     "step": "last step in metrics.jsonl",
     "steps": "train.steps",
@@ -27,6 +28,8 @@ _HELP = {
     "attempts": "attempts that were started",
     "checkpoint_step": "step that a resume would go on from",
     "last_row_timestamp_seconds": "when the last row was written",
+    "energy_joules_total": "what the GPUs used, steps that were trained again included",
+    "gpu_power_watts": "mean of one GPU in the last row of a run that trains",
 }
 
 
@@ -77,14 +80,23 @@ def _value(seen: Seen, name: str) -> float | None:
         "attempts": state.attempts,
         "checkpoint_step": state.checkpoint_step,
         "last_row_timestamp_seconds": rows[-1]["time"] if rows else None,
+        "energy_joules_total": seen.observed.used.joules,
+        "gpu_power_watts": _power_w(seen.observed),
     }[name]
     return float(value) if is_number(value) else None
+
+
+def _power_w(run: ObservedRun) -> float | None:
+    """Return the newest power of a run that trains: what was used before an end is not used now."""
+    known = [row["power_w"] for row in run.own_rows if is_number(row.get("power_w"))]
+    return known[-1] if known and run.training is not None else None
 
 
 def _metric(name: str, meaning: str, values: Sequence[tuple[str, float]]) -> list[str]:
     if not values:
         return []
-    head = [f"# HELP orchestra_run_{name} {meaning}", f"# TYPE orchestra_run_{name} gauge"]
+    kind = "counter" if name.endswith("_total") else "gauge"
+    head = [f"# HELP orchestra_run_{name} {meaning}", f"# TYPE orchestra_run_{name} {kind}"]
     return [*head, *(f"orchestra_run_{name}{{{labels}}} {value!r}" for labels, value in values)]
 
 

@@ -34,6 +34,7 @@ from orchestra.config.overrides import SEARCH_PATH, Checked, check_overrides
 from orchestra.config.plugin_facts import plugin_facts
 from orchestra.config.preset_files import (
     GROUPS,
+    Tree,
     file_problems,
     header_problems,
     own_folder,
@@ -147,7 +148,17 @@ def merge(checked: Checked) -> tuple[Any, dict[str, str]]:
         raise ConfigError(problems)
     OmegaConf.set_struct(whole, False)
     del whole["hydra"]
+    model = presets.get("model")
+    if model is not None and "model.name" not in checked.keys and _inherits_name(checked.tree, model, whole):
+        whole.model.name = model.rpartition("/")[2]
     return whole, presets
+
+
+def _inherits_name(tree: Tree, preset: str, values: Any) -> bool:
+    """Whether a model's preset has a name that is another one's, since its own file says none."""
+    file = tree.file(f"model/{preset}")
+    says_name = file is None or "name" in OmegaConf.load(file)
+    return not says_name and values.model.name in tree.options("model")
 
 
 def typed(values: Any) -> Config:

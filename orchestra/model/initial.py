@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -131,3 +132,22 @@ def global_flat_index(
 def is_fake(tensor: Tensor) -> bool:
     """Whether the tensor has a shape and no values: that of a dry run (torch's FakeTensorMode)."""
     return isinstance(tensor, FakeTensor)
+
+
+_fakes_are_on_gpu = False
+
+
+@contextmanager
+def fakes_on_gpu(*, is_wanted: bool) -> Iterator[None]:
+    """Let fake tensors, which have no GPU, go through the kernels that one takes."""
+    global _fakes_are_on_gpu
+    before, _fakes_are_on_gpu = _fakes_are_on_gpu, is_wanted
+    try:
+        yield
+    finally:
+        _fakes_are_on_gpu = before
+
+
+def takes_gpu_kernels(tensor: Tensor) -> bool:
+    """Whether the tensor is on a GPU, or a fake one that stands for one there (`fakes_on_gpu`)."""
+    return tensor.is_cuda or (_fakes_are_on_gpu and is_fake(tensor))

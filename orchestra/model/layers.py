@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from conf.schema import Family, ModelConfig, RopeScaling
 from orchestra.model.documents import attend_within
+from orchestra.model.initial import is_fake, takes_gpu_kernels
 from orchestra.model.kernels import first_rows, lookup, products, rms_norm, rotate, swiglu
 from orchestra.sizes.flops import head_dim
 
@@ -87,6 +88,8 @@ def _llama3_scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 # cos [S, 1, D] and sin [S, 1, D/2] of rotary positions; None for family gpt.
 Rotary = tuple[Tensor, Tensor] | None
+# Keeps the logarithms of sums and no scores, as all of a GPU's kernels do.
+_KERNEL_OF_LATENTS = torch.ops.aten._scaled_dot_product_efficient_attention
 # What is called like `attend`: whatever cuts sequences over ranks puts its own in that place.
 Attend = Callable[..., Tensor]
 
@@ -104,6 +107,11 @@ def causal_attention(q_BSHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, documents: 
     """Return causal attention [B, S, H, D]. `documents`: what it stays inside of, from `documents_for`."""
     if documents is not None:
         return attend_within(q_BSHD, k_BSKD, v_BSKD, documents)
+    if q_BSHD.shape[-1] != v_BSKD.shape[-1] and is_fake(q_BSHD) and takes_gpu_kernels(q_BSHD):
+        # Torch would choose by the device, which is not there: a way without a kernel for such widths.
+        heads = (each.transpose(1, 2) for each in (q_BSHD, k_BSKD, v_BSKD))
+        out_BHSD: Tensor = _KERNEL_OF_LATENTS(*heads, None, True, is_causal=True)[0]
+        return out_BHSD.transpose(1, 2)
     return F.scaled_dot_product_attention(
         q_BSHD.transpose(1, 2),
         k_BSKD.transpose(1, 2),

@@ -8,6 +8,7 @@ which gives the last stage fewer layers when the vocabulary is large. orchestra'
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -109,17 +110,25 @@ class RankElements:
 
 
 def held_by_rank(model: ModelConfig, stage: PipelineStage, layout: Layout) -> RankElements:
-    """Return what a rank of a stage holds. Experts are cut by tp like all else."""
+    """Return what a rank of a stage holds that has the most experts; these are cut by tp like all else."""
     mixtures = stage.num_layers - stage.num_of_first(num_dense_layers(model))
     experts = mixtures * num_expert_parameters(model)
     dense = stage_parameters(model, stage, layout.pp) - experts
-    return RankElements(dense / layout.tp, experts / layout.tp / layout.ep)
+    return RankElements(dense / layout.tp, experts / layout.tp / layout.ep * most_experts(model, layout.ep))
 
 
 def held_of_layer(model: ModelConfig, layout: Layout) -> RankElements:
-    """Return what a rank holds of one layer."""
+    """Return what a rank that has the most experts holds of one layer."""
     experts = num_expert_parameters(model)
-    return RankElements((num_layer_parameters(model) - experts) / layout.tp, experts / layout.tp / layout.ep)
+    return RankElements(
+        (num_layer_parameters(model) - experts) / layout.tp,
+        experts / layout.tp / layout.ep * most_experts(model, layout.ep),
+    )
+
+
+def most_experts(model: ModelConfig, ep: int) -> float:
+    """Return the experts of the rank that has the most over those of the mean one; 1 without any."""
+    return math.ceil(model.num_experts / ep) * ep / model.num_experts if model.num_experts else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)

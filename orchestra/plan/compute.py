@@ -17,7 +17,7 @@ from collections import Counter
 from dataclasses import dataclass, fields, replace
 
 from conf.schema import ContextMethod, Recompute
-from orchestra.plan.case import PlanCase, RankElements, held_of_layer
+from orchestra.plan.case import PlanCase, RankElements, held_of_layer, most_experts
 from orchestra.plan.kernels.memory_passes import (
     STREAM_SHARE,
     half_flops,
@@ -220,7 +220,8 @@ def _exchange_s(case: PlanCase) -> float:
 
 def _uneven(case: PlanCase) -> float:
     """Return how much longer the rank with the most tokens for its experts takes than the mean one."""
-    return case.framework.uneven_routing if case.layout.ep > 1 else 1.0
+    ep = case.layout.ep
+    return case.framework.uneven_routing * most_experts(case.model, ep) if ep > 1 else 1.0
 
 
 def _copies_bytes(case: PlanCase) -> float:

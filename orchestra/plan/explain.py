@@ -130,10 +130,12 @@ class Explanation:
     options: Mapping[str, tuple[Option, ...]]
 
 
-def explain(case: PlanCase) -> Explanation:
-    """Explain the layout of a case, whether it fits or not."""
+def explain(case: PlanCase, common_sequences: int = 0) -> Explanation:
+    """Explain the layout of a case, whether it fits or not. `common_sequences`: of the batches of a ramp, 0
+    without one; other values share out all of them.
+    """
     alike = replace(case, options=replace(case.options, activation_bytes=None, recompute_every=1))
-    space = Space(alike, case.tokens_per_step // case.seq_len)
+    space = Space(alike, case.tokens_per_step // case.seq_len, common_sequences=common_sequences)
     here, result = predict(case), search(space, top=1)
     turned = [(knob, predict(other)) for knob, other in turns(space, case)]
     fitting = sorted((turn for turn in turned if turn[1].fits), key=lambda turn: turn[1].time.total)

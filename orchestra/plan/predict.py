@@ -275,6 +275,14 @@ class Prediction:
         return max(self.time.total, step_time(self.case, waits=can_wait).total)
 
     @property
+    def if_balanced(self) -> Prediction:
+        """The same with routing that is forced to be even, as other trainers' published numbers have it."""
+        framework = self.case.framework
+        if framework.uneven_routing == 1 or self.case.layout.ep == 1:
+            return self
+        return predict(replace(self.case, framework=replace(framework, uneven_routing=1.0)))
+
+    @property
     def tokens_per_s_per_device(self) -> float:
         """Tokens per second and device."""
         return self.tokens_per_s / self.case.layout.world_size

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from conf.schema import Config, Offload, Recompute
 from orchestra.plan.case import PlanCase, has_idle_stage
-from orchestra.plan.compute import head_time, layer_time
+from orchestra.plan.compute import head_time, layer_time, mean_layer_time
 from orchestra.plan.frameworks import OWN
 from orchestra.plan.predict import Prediction, predict, step_time
 from orchestra.plan.space import Fixed, LayoutChoice, MeshDegrees, Space, Value, space_of, values_of
@@ -153,8 +153,7 @@ def _survey(space: Space) -> tuple[int, list[Candidate], PlanCase | None]:
 
 
 def _candidate(choice: LayoutChoice, case: PlanCase) -> Candidate:
-    layer = layer_time(case)
-    head = head_time(case)
+    layer, head = mean_layer_time(case), head_time(case)
     slowest = max(stage.num_layers * layer.total + head * stage.has_head for stage in case.stages)
     return Candidate(choice, case, fullest_stage_bytes(case, layer), case.accumulation * slowest)
 

@@ -4,8 +4,8 @@ A layout here is a mesh (dp × tp × pp × cp), ZeRO's stage and the ranks that 
 cp those of one node: hybrid sharding), how the batch is shared out, whether norms are sequence parallel, and
 what is recomputed. What must hold: tp divides heads and feed-forward width, and divides or is divided by the
 key-value heads; a stage of a pipeline has a layer at least; cp and, with sequence parallelism, tp divide the
-sequence; ep divides dp and the experts, and is 1 without any; dp divides the global batch, which is met
-exactly; parameters in host memory need ZeRO 3.
+sequence; ep divides dp, leaves each rank an expert (of other trainers the same number on each) and is 1
+without any; dp divides the global batch, which is met exactly; parameters in host memory need ZeRO 3.
 
 A pipeline's schedule is not searched but given; `other_schedules` has what others make of a layout.
 
@@ -21,13 +21,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from conf.schema import Config, ContextMethod, Offload, PipelineSchedule, Recompute
+from conf.schema import Config, ContextMethod, Offload, PipelineSchedule, Recompute, TrainConfig
 from orchestra.plan.assemble import case_of
 from orchestra.plan.case import PlanCase
 from orchestra.plan.frameworks import OWN
 from orchestra.sizes.flops import head_splits, tensor_splits
 from orchestra.sizes.pipeline_schedule import shape_of_pipeline
-from orchestra.sizes.topology import Layout, batch_ramp, divisors
+from orchestra.sizes.topology import Layout, divisors, rank_share
 
 ZERO_STAGES = (0, 1, 2, 3)
 # What a search turns, by its key in a configuration. Data parallelism takes what the other axes leave.
@@ -122,7 +122,7 @@ class Space:
     def meshes(self) -> Iterator[MeshDegrees]:
         """Yield every mesh that fills the devices, shares out the batch and has a stage of ZeRO."""
         base, fixed = self.base, self.fixed
-        ranks, num_experts = base.layout.world_size, base.model.num_experts or 1
+        ranks = base.layout.world_size
         most_stages = base.model.num_hidden_layers
         for tp in self._degrees(fixed.tp, self._tensor_degrees(ranks)):
             for pp in self._degrees(fixed.pp, divisors(ranks // tp)):
@@ -133,7 +133,7 @@ class Space:
                     mesh = MeshDegrees(dp, tp, pp, cp)
                     if self.shared_sequences % dp == 0 and fixed.dp in (None, dp) and self.zero_stages(mesh):
                         # The fewest experts on a rank, and so the least memory, come last.
-                        expert_degrees = self._degrees(fixed.ep, divisors(math.gcd(dp, num_experts)))
+                        expert_degrees = self._degrees(fixed.ep, _expert_degrees(base, dp))
                         yield from (mesh._replace(ep=ep) for ep in expert_degrees)
 
     def _degrees(self, kept: int | None, possible: list[int]) -> list[int]:
@@ -256,13 +256,17 @@ def space_of(config: Config, framework_name: str, num_sequences: int, fixed: Fix
     """
     given = config.parallelism
     whole = replace(given, dp="auto", tp=1, pp=1, cp=1, ep=1, zero=0, shard_degree=None, stages=None)
-    sizes = [stage.global_batch_size for stage in batch_ramp(config.train).stages[:-1]]
     train = replace(config.train, global_batch_size=None, global_batch_tokens=None, batch_ramp=[])
     train = replace(train, micro_batch_size=1)
     # What is recomputed is chosen for all layers alike.
     train = replace(train, recompute_budget_gib=None, recompute_every=1)
     base = case_of(replace(config, parallelism=whole, train=train), framework_name)
-    return Space(base, num_sequences, fixed, common_sequences=math.gcd(*sizes))
+    return Space(base, num_sequences, fixed, common_sequences=common_sequences(config.train))
+
+
+def common_sequences(train: TrainConfig) -> int:
+    """Return what the batches of a ramp have in common, which dp × micro-batch divides; 0 without one."""
+    return rank_share(train, 1) if train.batch_ramp else 0
 
 
 def values_of(space: Space) -> dict[str, list[Value]]:
@@ -288,12 +292,21 @@ def _place(value: Value) -> float:
     return float("inf") if value is None else value
 
 
+def _expert_degrees(case: PlanCase, dp: int) -> list[int]:
+    """Return over how many of `dp` ranks experts can be shared out: orchestra's trainer takes uneven counts
+    too.
+    """
+    num_experts = case.model.num_experts or 1
+    is_own = case.framework.name == OWN
+    return [ep for ep in divisors(dp) if (ep <= num_experts if is_own else num_experts % ep == 0)]
+
+
 def is_possible(case: PlanCase) -> bool:
     """Whether the degrees of a case divide what they split, as `plan` demands of a configuration."""
     mesh, seq_len = case.layout, case.seq_len
     parts = [mesh.cp, *([mesh.tp] if case.sequence_parallel else [])]
     model = case.model
-    if mesh.pp > model.num_hidden_layers or mesh.dp % mesh.ep or (model.num_experts or 1) % mesh.ep:
+    if mesh.pp > model.num_hidden_layers or mesh.ep not in _expert_degrees(case, mesh.dp):
         return False
     # A GPT's feed-forward stands in tables as a gated one of the same size, whose width means nothing.
     stands_for_gpt = (

@@ -47,7 +47,7 @@ from conf.schema import Family, ModelConfig, PrecisionName, Recompute
 from orchestra.plan.case import PlanCase, RankElements, held_by_rank, held_of_layer, num_chunks
 from orchestra.plan.compute import LayerTime, waits_at_hand_over
 from orchestra.plan.frameworks import OWN
-from orchestra.sizes.flops import attention_width, feed_forward_width, key_value_width
+from orchestra.sizes.flops import attention_width, feed_forward_width, key_value_width, num_dense_layers
 from orchestra.sizes.memory import rank_bytes, recomputed_kinds, schedule_states
 from orchestra.sizes.pipeline_schedule import splits_backward
 from orchestra.sizes.training_shape import MicroBatchTokens, PipelineStage
@@ -144,11 +144,14 @@ def fullest_stage_bytes(case: PlanCase, layer: LayerTime) -> float:
     """Return the peak of the fullest stage alone, in less time: of stages alike the first holds the most
     micro-batches, and the last one the most whose weights' gradients are taken later.
     """
-    alike = {(stage.num_layers, stage.has_embedding, stage.has_head): stage for stage in case.stages[::-1]}
-    firsts = [*alike.values()]
+    num_dense = num_dense_layers(case.model)
+
+    def kind(stage: PipelineStage) -> tuple[int, int, bool, bool]:
+        return stage.num_layers, stage.num_of_first(num_dense), stage.has_embedding, stage.has_head
+
+    firsts = [*{kind(stage): stage for stage in case.stages[::-1]}.values()]
     if case.framework.name == OWN and splits_backward(case.schedule):
-        lasts = {(stage.num_layers, stage.has_embedding, stage.has_head): stage for stage in case.stages}
-        firsts += lasts.values()
+        firsts += {kind(stage): stage for stage in case.stages}.values()
     kept = _gathered_bytes(case, layer, is_pressed=False)
     return max(_of_stage(case, stage, kept).total for stage in firsts)
 

@@ -168,6 +168,16 @@ class AttemptTimes:
             return (self.job, self.job_start) == (before.job, before.job_start)
         return before.will_restart or (bool(self.leader) and self.leader == before.leader)
 
+    def is_resume(self, before: AttemptTimes) -> bool:
+        """Whether a person went on with the run after the attempt before: neither its agents did, nor Slurm,
+        nor a job that one of them had asked for.
+        """
+        if self.is_same_start(before):
+            return False
+        # Tasks of an array that share nodes take members from each other.
+        asked = {before.job, *(event.get("job") for event in before.attempt.named("requeued"))}
+        return self.job is None or _array_of(self.job) not in map(_array_of, asked)
+
     @property
     def job(self) -> Any:
         """The Slurm job that it ran in; None in the foreground."""
@@ -184,6 +194,11 @@ class AttemptTimes:
         start = self.attempt.start
         is_known = is_whole(start.get("pid"))
         return tuple(start.get(key) for key in ("host", "pid", "pid_started")) if is_known else ()
+
+
+def _array_of(job: Any) -> str:
+    """Return a job's id without the number of its task."""
+    return str(job).partition("_")[0]
 
 
 def _time_of(event: Record | None) -> float | None:

@@ -352,7 +352,8 @@ def _read_state(run: RunDir, now: float) -> RunState:
 
 def _names_of_predecessors(record: Record) -> tuple[str, ...]:
     after = record.get("after")
-    return tuple(str(entry["name"]) for entry in after if "name" in entry) if isinstance(after, list) else ()
+    entries = after if isinstance(after, list) else []
+    return tuple(str(entry["name"]) for entry in entries if isinstance(entry, dict) and "name" in entry)
 
 
 def held_out_losses(events: Sequence[Record]) -> dict[str, float]:
@@ -372,8 +373,10 @@ def _job_to_ask_about(
 ) -> SubmittedJob | None:
     """Return the job that decides about a run: the newest, or the one of an attempt that has not ended.
 
-    A later job may end without a word of the run, refused because of that attempt.
+    A later job may end without a word of the run, refused because of that attempt. None where that attempt is
+    in the foreground, or in a job that somebody submitted by hand: the recorded ones say nothing of it.
     """
+    newest = job_of_record(run, record)
     starts = [event for event in events if event["event"] == "attempt_started"]
     if state in (RunPhase.running, RunPhase.unknown, RunPhase.restarting) and starts:
         leader = max(starts, key=lambda start: int(start["attempt"])).get("job")
@@ -381,7 +384,12 @@ def _job_to_ask_about(
             job = _job_of_entry(run, entry)
             if job is not None and job.label == leader:
                 return job
-    return job_of_record(run, record)
+        meant = (newest_job(record) or {}).get("attempt")
+        # A task may have taken a shared one's place, and an id may be lost.
+        is_known = newest is not None and newest.label is not None and not newest.is_shared
+        if is_whole(meant) and is_known:
+            return None
+    return newest
 
 
 def _cause(state: RunPhase, verdict: Verdict | None, events: list[Record]) -> str | None:

@@ -26,12 +26,14 @@ from orchestra.run.run_lineage import lineage_of
 class Spending:
     """Sums over all attempts so far. None: not known, and the field beside it says why.
 
-    `gpu_hours` are those that the run held, its starts, restarts and spare nodes included, the queue not.
+    `gpu_hours` are those that the run held, its starts, restarts and all nodes of its jobs included, the
+    queue not; `idle_gpu_hours` are those among them of nodes that stood by or that a smaller layout left out.
     `joules` are those up to the last row of each attempt, of steps that were trained again too;
     `joules_per_token` divides them by the tokens that count.
     """
 
     gpu_hours: float | None = None
+    idle_gpu_hours: float | None = None
     no_gpu_hours: str | None = None
     cost: float | None = None
     currency: str | None = None
@@ -53,12 +55,13 @@ def spending(
     now: float | None,
 ) -> Spending:
     """Sum what a run used up to `now`, or to its end (None). `tokens`: those that count."""
-    hours, no_hours = _gpu_hours(events, attempt_times(events, all_rows), config, now)
+    hours, idle_hours, no_hours = _gpu_hours(events, attempt_times(events, all_rows), config, now)
     joules, no_energy = _joules(events, all_rows)
     price = None if config is None else config.cluster.price_per_gpu_hour
     no_cost = "cluster.price_per_gpu_hour is not set" if price is None else no_hours
     return Spending(
         gpu_hours=hours,
+        idle_gpu_hours=idle_hours,
         no_gpu_hours=no_hours,
         cost=None if price is None or hours is None else price * hours,
         currency=None if config is None else config.cluster.currency,
@@ -105,38 +108,45 @@ def _joules(events: Iterable[Record], rows: Iterable[Record]) -> tuple[float | N
 
 def _gpu_hours(
     events: Sequence[Record], times: Sequence[AttemptTimes], config: Config | None, now: float | None
-) -> tuple[float | None, str | None]:
+) -> tuple[float | None, float | None, str | None]:
+    """Return the hours that were held and those of them that were idle, else why they are not known."""
     devices = {event.get("device") for event in events if event["event"] == "training_started"}
     if devices == {"cpu"} or (not devices and config is not None and config.cluster.device is Device.cpu):
-        return None, "its ranks are on CPUs"
-    if not times:
-        return 0.0, None
-    seconds = 0.0
+        return None, None, "its ranks are on CPUs"
+    held_s = idle_s = 0.0
     for index, attempt in enumerate(times):
         following = times[index + 1] if index + 1 < len(times) else None
         gpus = _gpus_held(attempt, times[:index], config)
         if gpus is None:
-            return None, f"attempt {attempt.attempt.number} does not say how many ranks it had"
+            return None, None, f"attempt {attempt.attempt.number} does not say how many ranks it had"
         end = attempt.end
         if following is not None and following.is_same_start(attempt):
             end = following.started
         elif following is None and now is not None and attempt.ended is None:
             end = now
-        seconds += gpus * max(0.0, end - attempt.started)
-    return seconds / 3600.0, None
+        seconds = max(0.0, end - attempt.started)
+        held_s += sum(gpus) * seconds
+        idle_s += gpus[1] * seconds
+    return held_s / 3600.0, idle_s / 3600.0, None
 
 
-def _gpus_held(attempt: AttemptTimes, before: Sequence[AttemptTimes], config: Config | None) -> float | None:
-    """Return the GPUs of an attempt's nodes and of the spare nodes that its job still has idle."""
+def _gpus_held(
+    attempt: AttemptTimes, before: Sequence[AttemptTimes], config: Config | None
+) -> tuple[float, float] | None:
+    """Return the GPUs that an attempt trains on, and those of the nodes that its jobs have idle."""
     nodes, ranks = (attempt.attempt.start.get(key) for key in ("nodes", "ranks_per_node"))
     if not is_whole(nodes) or not is_whole(ranks):
         return None
-    spares = 0 if config is None or attempt.job is None else config.cluster.spare_nodes
-    of_job = [each for each in before if each.is_same_start(attempt)]
-    spares -= sum(len(each.attempt.named("node_replaced")) for each in of_job)
+    held = attempt.attempt.start.get("nodes_held")
+    if not is_whole(held):
+        # Of an older version: what the configuration says.
+        held = nodes + (0 if config is None or attempt.job is None else config.cluster.spare_nodes)
+        of_job = [each for each in before if each.is_same_start(attempt)]
+        held -= sum(len(each.attempt.named("node_replaced")) for each in of_job)
     shared = attempt.attempt.named("devices_shared")
     per_gpu = shared[-1].get("ranks") if shared else 1
     members = (attempt.attempt.training_started or {}).get("members_on_device")
-    gpus = (nodes + max(0, spares)) * ranks / (per_gpu if is_whole(per_gpu) and per_gpu else 1)
+    gpus_per_node = ranks / (per_gpu if is_whole(per_gpu) and per_gpu else 1)
     # Members of a sweep that share a GPU have a part of it each.
-    return gpus / (members if is_whole(members) and members else 1)
+    gpus_per_node /= members if is_whole(members) and members else 1
+    return nodes * gpus_per_node, max(0, held - nodes) * gpus_per_node

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import Any
 
@@ -103,6 +104,27 @@ def newest_job(record: Mapping[str, Any]) -> dict[str, Any] | None:
 def write_record(run: RunDir, record: Mapping[str, Any], *, is_synced: bool = True) -> None:
     """Replace run.json as one act; `is_synced`: it is on the disk then. Raises OSError."""
     write_atomically(run.record, json.dumps(record, indent=2) + "\n", is_synced=is_synced)
+
+
+def whole_record(run: RunDir) -> Record:
+    """Return run.json. Raises OSError where it is missing, torn or cannot be read: then nothing is known, and
+    not that it says nothing.
+    """
+    text = run.record.read_text(errors="replace")
+    try:
+        record = json.loads(text)
+    except ValueError:
+        record = None
+    if not isinstance(record, dict):
+        raise OSError(errno.EIO, "holds no whole JSON object", str(run.record))
+    return in_order(run, record)
+
+
+def change_record(run: RunDir, change: Callable[[Record], Mapping[str, Any]]) -> None:
+    """Replace run.json by what `change` makes of it. Raises OSError, also where it cannot be read: whatever
+    else it says would be lost for ever.
+    """
+    write_record(run, change(whole_record(run)))
 
 
 def wandb_id(run: RunDir) -> str | None:

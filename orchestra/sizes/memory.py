@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
 
@@ -326,7 +326,8 @@ def _work_of(shape: TrainingShape, stage: PipelineStage, layers: range, parts: R
     fewer = _kept_in_fp8(shape, has_experts=False) * sum(is_kept[:num_dense])
     fewer += _kept_in_fp8(shape, has_experts=True) * sum(is_kept[num_dense:])
     replayed = _replayed_bytes(shape, stage, parts)
-    temporary = max(_temporary_bytes(shape), replayed.in_layer, _gathered_keys_bytes(shape))
+    working = replace(shape, model=dense.model) if num_dense == len(kinds) else shape
+    temporary = max(_temporary_bytes(working), replayed.in_layer, _gathered_keys_bytes(shape))
     backward = peak_bytes(layer, kinds, num_dense) - fewer + temporary + replayed.in_backward
     has_loss = stage.has_head and layers.stop == shape.model.num_hidden_layers
     return _StageWork(

@@ -231,9 +231,9 @@ def batch_shape(train: TrainConfig, dp: int) -> BatchShape:
 
     Raises ConfigError when no whole accumulation fits. Without a configured micro-batch size it is the
     largest divisor of a rank's share up to 8; `auto` must have been replaced by a number before. Of a ramp it
-    is the shape of the last and largest batch, whose micro-batch fits into all of them.
+    is the shape of the last and largest batch: `batch_problems` tells whether the others fit too.
     """
-    problems = list(batch_problems(train, dp))
+    problems = list(_problems(train, dp, _named_batches(train, dp)[-1:]))
     if problems:
         raise ConfigError(problems)
     if has_open_micro_batch(train):
@@ -241,11 +241,17 @@ def batch_shape(train: TrainConfig, dp: int) -> BatchShape:
     size = global_batch_size(train, dp)
     micro = train.micro_batch_size
     if micro is None:
-        shares = [
-            each // dp for each in (size, *(_num_sequences(stage, train) for stage in train.batch_ramp))
-        ]
-        micro = largest_divisor(math.gcd(*shares), _MAX_DEFAULT_MICRO_BATCH_SIZE)
+        micro = largest_divisor(rank_share(train, dp), _MAX_DEFAULT_MICRO_BATCH_SIZE)
     return BatchShape(size, int(micro), size // (int(micro) * dp), dp, train.seq_len)
+
+
+def rank_share(train: TrainConfig, dp: int) -> int:
+    """Return the sequences that micro-batches must share out: what a rank's shares of all batches of a run
+    have in common. Batches of a ramp that `dp` ranks cannot share, over before there were so many, are left
+    out.
+    """
+    sizes = [_num_sequences(stage, train) for stage in train.batch_ramp]
+    return math.gcd(*(size // dp for size in (global_batch_size(train, dp), *sizes) if size % dp == 0))
 
 
 def global_batch_size(train: TrainConfig, dp: int) -> int:
@@ -270,21 +276,38 @@ def has_open_micro_batch(train: TrainConfig) -> bool:
     return train.micro_batch_size == "auto"
 
 
-def batch_problems(train: TrainConfig, dp: int) -> Iterator[str]:
-    """Yield what keeps GBS = MBS × GA × DP from having a whole GA, with the nearest sizes that work."""
+def batch_problems(train: TrainConfig, dp: int, from_step: int = 0) -> Iterator[str]:
+    """Yield what keeps GBS = MBS × GA × DP from having a whole GA, with the nearest sizes that work.
+
+    Of a ramp every batch counts, of a run that goes on after `from_step` those that it still trains.
+    """
+    named = _named_batches(train, dp)
+    if train.batch_ramp and from_step > 0 and all(_num_sequences(stage, train) for stage in train.batch_ramp):
+        ramp = batch_ramp(train)
+        now = ramp.at(from_step + 1)
+        named = [named[stage.number] for stage in ramp.stages if stage.first_step >= now.first_step]
+    yield from _problems(train, dp, named)
+
+
+def _named_batches(train: TrainConfig, dp: int) -> list[tuple[str, int]]:
+    """Return the global batches, each with the key that says it: in tokens where its name says so."""
+    if train.batch_ramp:
+        return [
+            (f"train.batch_ramp[{number}].global_batch_tokens", stage.global_batch_tokens)
+            for number, stage in enumerate(train.batch_ramp)
+        ]
+    if train.global_batch_tokens is not None:
+        return [("train.global_batch_tokens", train.global_batch_tokens)]
+    return [("train.global_batch_size", global_batch_size(train, dp))]
+
+
+def _problems(train: TrainConfig, dp: int, named: Sequence[tuple[str, int]]) -> Iterator[str]:
     micro = 1 if train.micro_batch_size in (None, "auto") else train.micro_batch_size
     if not isinstance(micro, int) or micro < 1:
         yield f"train.micro_batch_size={micro} is not a number of sequences; use 1 or more, or auto"
         return
-    if train.batch_ramp:
-        for number, stage in enumerate(train.batch_ramp):
-            name = f"train.batch_ramp[{number}].global_batch_tokens"
-            yield from _share_problems(train, stage.global_batch_tokens, name, micro, dp)
-    elif train.global_batch_tokens is not None:
-        yield from _share_problems(train, train.global_batch_tokens, "train.global_batch_tokens", micro, dp)
-    else:
-        size = global_batch_size(train, dp)
-        yield from _share_problems(train, size, "train.global_batch_size", micro, dp)
+    for name, found in named:
+        yield from _share_problems(train, found, name, micro, dp)
 
 
 def _share_problems(train: TrainConfig, found: int, name: str, micro: int, dp: int) -> Iterator[str]:
@@ -312,11 +335,14 @@ def _num_sequences(stage: BatchStage, train: TrainConfig) -> int:
 
 @dataclass(frozen=True)
 class RampStage:
-    """Steps of one global batch: from `first_step` on, before which the run trains on `sequences_before`."""
+    """Steps of one global batch: from `first_step` on, before which the run trains on `sequences_before`.
+    `number`: which entry of `train.batch_ramp` it is.
+    """
 
     first_step: int
     sequences_before: int
     global_batch_size: int
+    number: int = 0
 
 
 @dataclass(frozen=True)
@@ -361,7 +387,7 @@ def batch_ramp(train: TrainConfig, dp: int = 1) -> BatchRamp:
     if not train.batch_ramp:
         return BatchRamp((RampStage(1, 0, global_batch_size(train, dp)),))
     stages: list[RampStage] = []
-    for each in train.batch_ramp:
+    for number, each in enumerate(train.batch_ramp):
         first, before = 1, 0
         if stages:
             last = stages[-1]
@@ -370,7 +396,7 @@ def batch_ramp(train: TrainConfig, dp: int = 1) -> BatchRamp:
             first, before = last.first_step + count, last.sequences_before + count * last.global_batch_size
             if count == 0:
                 stages.pop()
-        stages.append(RampStage(first, before, _num_sequences(each, train)))
+        stages.append(RampStage(first, before, _num_sequences(each, train), number))
     return BatchRamp(tuple(stages))
 
 
@@ -384,7 +410,7 @@ def length_of(train: TrainConfig) -> dict[str, int | None]:
 class StepBatches:
     """The shape of each step's batch on `dp` data-parallel ranks: the micro-batch is the same in all of them.
 
-    `last` is that of the largest batch. Raises ConfigError when no whole accumulation fits.
+    `last` is that of the largest batch. Raises ConfigError when no whole accumulation fits into that.
     """
 
     def __init__(self, train: TrainConfig, dp: int) -> None:

@@ -20,10 +20,11 @@ from orchestra.report.scheduler import with_scheduler
 from orchestra.run.control import stop_requests
 from orchestra.run.control.chosen_alternative import NONE, choose_alternative
 from orchestra.run.control.member_places import end_place, newest_place, take_place
-from orchestra.run.control.stop_requests import StopRequest, claimed_attempt, user_name
+from orchestra.run.control.stop_requests import StopRequest, user_name
 from orchestra.run.events import EventWriter, is_whole, read_events
 from orchestra.run.paths import RunDir, SweepDir, read_sweep
 from orchestra.run.record import RunPhase, newest_job, read_record
+from orchestra.submit.claims import upcoming_attempt
 from orchestra.submit.resume_run import pending_attempt
 
 # States of runs that may hear a request: of a silent one on another host nobody knows.
@@ -90,8 +91,7 @@ def _planned(run: RunDir, own: RunState, state: RunState, now: float, at_once: b
         labels = [job.label for job in jobs if job.label not in (None, state.job)]
         tokens = [job.token for job in jobs if job.label is None]
         plan = replace(plan, other_jobs=tuple(map(str, labels)), other_tokens=tuple(tokens))
-    last, claimed = last_attempt(read_events(run, ("attempt_started",))), claimed_attempt(run)
-    following = max(-1 if number is None else number for number in (last, claimed)) + 1
+    last, following = last_attempt(read_events(run, ("attempt_started",))), upcoming_attempt(run)
     if state.state is RunPhase.queued:
         reachable = state.job is not None and state.job_state != UNKNOWN
         way = Way.place if is_shared else Way.queue if reachable else Way.request

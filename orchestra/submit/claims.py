@@ -145,7 +145,8 @@ def upcoming_attempt(run: RunDir) -> int:
     # The one that the newest job was submitted for.
     planned = (newest_job(read_record(run)) or {}).get("attempt")
     before = planned - 1 if is_whole(planned) else None
-    return _after(last_attempt(read_events(run)), claimed_attempt(run), before)
+    last = last_attempt(read_events(run, ("attempt_started",)))
+    return _after(last, claimed_attempt(run), before)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from orchestra.errors import LaunchError
 from orchestra.run.control.stop_requests import user_name
 from orchestra.run.events import EventWriter
 from orchestra.run.paths import RunDir, SweepArray
-from orchestra.run.record import jobs_of, newest_job, read_record, write_record
+from orchestra.run.record import change_record, jobs_of, newest_job, read_record, whole_record
 from orchestra.submit.job import new_token
 
 JobEntry = dict[str, Any]
@@ -107,8 +107,7 @@ def record_id(run: RunDir, token: str, job: str, attempt: int) -> None:
 
 
 def _change_jobs(run: RunDir, change: Callable[[list[JobEntry]], list[JobEntry]]) -> None:
-    record = read_record(run)
-    write_record(run, {**record, "jobs": change(jobs_of(record))})
+    change_record(run, lambda record: {**record, "jobs": change(jobs_of(record))})
 
 
 def chain(
@@ -132,7 +131,7 @@ def chain(
     live to tell of is taken over.
 
     Raises LauncherError where Slurm refuses, lets the job fail at once or stays silent, LaunchError where it
-    stays unknown whether Slurm has it, OSError where the intent cannot be recorded.
+    stays unknown whether Slurm has it, OSError where the record cannot be read or the intent not be written.
     """
     member = task.array_task
     job = _submitted_before(run, task)
@@ -160,9 +159,9 @@ def _submitted_before(run: RunDir, task: JobTask) -> str | None:
     """Return the job that was submitted already to follow this one; None where there is none.
 
     A leader that dies while it submits leaves the intent, and Slurm has the job or not. Raises LaunchError
-    where Slurm does not say.
+    where Slurm does not say, and OSError where the record cannot be read.
     """
-    entry = newest_job(read_record(run))
+    entry = newest_job(whole_record(run))
     if entry is None or entry.get("after") != task.job or not isinstance(entry.get("token"), str):
         return None
     if isinstance(entry.get("id"), str):

@@ -12,6 +12,9 @@ from orchestra.config.keys import known_keys, shown
 from orchestra.config.machine import tokens_per_step
 from orchestra.errors import ConfigError
 from orchestra.optim.schedule import learning_rate
+from orchestra.run.events import is_number
+from orchestra.run.metrics_file import read_metrics
+from orchestra.run.paths import RunDir
 from orchestra.sizes.topology import batch_ramp
 
 # A rate that grows or shrinks more than this between two steps is no schedule's own doing, but for a warm-up.
@@ -53,20 +56,34 @@ class ResumeChanges:
         through = batch_ramp(train).sequences_through
         return (through(train.steps) - through(begin)) * train.seq_len
 
-    def refuse_other_past(self) -> None:
-        """Raise ConfigError where a ramp would give the steps that were trained other batches than they had:
-        the rate and the end of the run follow from their tokens.
+    def refuse_other_past(self, run: RunDir) -> None:
+        """Raise ConfigError where a new ramp would give the steps that were trained other batches than they
+        had: the rate and the end of the run follow from their tokens. What they had is in the run's rows, and
+        of steps since the last one the configuration before says it.
         """
-        trains = self.before.train, self.now.train
-        if not self.step or not any(train.batch_ramp for train in trains):
+        before, now = (batch_ramp(config.train) for config in (self.before, self.now))
+        has_ramp = self.before.train.batch_ramp or self.now.train.batch_ramp
+        if not self.step or not has_ramp or before == now:
             return
-        was, becomes = (batch_ramp(train).sequences_through(self.step) * train.seq_len for train in trains)
-        if was != becomes:
-            raise ConfigError(
-                f"train.batch_ramp: steps 1 to {self.step} were trained on {was:,} tokens, not on the "
-                f"{becomes:,} of the new one; keep the batches up to there, and change those that begin at "
-                f"tokens: {was} or later"
-            )
+        trained = {
+            row["step"]: row["tokens"]
+            for row in read_metrics(run)
+            if row["step"] <= self.step and is_number(row.get("tokens"))
+        }
+        seq_len, steps = self.now.train.seq_len, sorted(trained)
+        last = max(steps, default=0)
+        since = (before.sequences_through(self.step) - before.sequences_through(last)) * seq_len
+        if not self.before.train.batch_ramp and len(steps) > 1:
+            # A batch that nobody gave follows from the ranks there were.
+            since = (trained[last] - trained[steps[-2]]) * (self.step - last) // (last - steps[-2])
+        trained[self.step] = trained.get(last, 0) + since
+        for step, was in trained.items():
+            if was != (becomes := now.sequences_through(step) * seq_len):
+                raise ConfigError(
+                    f"train.batch_ramp: steps 1 to {step} were trained on {was:,} tokens, not on the "
+                    f"{becomes:,} of the new one; keep the batches up to step {self.step}, and change those "
+                    f"that begin at tokens: {trained[self.step]} or later"
+                )
 
     def refuse_jump(self, accepted: bool) -> None:
         """Raise ConfigError where a schedule would let the rate jump that nobody asked for by `optim.lr`."""

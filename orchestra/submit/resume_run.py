@@ -38,7 +38,7 @@ from orchestra.run.files import Record, write_atomically
 from orchestra.run.paths import RunDir, SweepDir, read_sweep
 from orchestra.run.permissions import close_to_others, open_to_group
 from orchestra.run.planned_faults import still_to_come
-from orchestra.run.record import RunPhase, fallback_place, jobs_of, read_record, write_record
+from orchestra.run.record import RunPhase, change_record, fallback_place, jobs_of, read_record
 from orchestra.run.run_lineage import lineage_of, newest_checkpoint
 from orchestra.submit.claims import is_held, next_attempt_number, read_claim, take, take_turn
 from orchestra.submit.fair.predecessors import Following, following, has_begun, predecessors_in
@@ -110,7 +110,7 @@ def plan_resume(
     answer = answer or SchedulerAnswer(None, number_of_jobs(run))
     _refuse_being_submitted(run, now)
     events = read_events(run)
-    state = _state(read_ending(run, events, now)[0], events, answer.state)
+    state = read_ending(run, events, now)[0] if answer.state is None else answer.state.state
     if state in _OF_A_JOB and answer.state is not None:
         raise ConfigError(_has_job(run, answer.state))
     if state in _ALIVE and not _is_started_by_parent(run, state):
@@ -123,7 +123,8 @@ def plan_resume(
     if state is RunPhase.finished and not overrides:
         # Nothing is checked, and no cluster is asked, for a run that has nothing left to train.
         return ResumePlan(run, number, before, before, (), step, last, True, answer.num_jobs)
-    config = changed_config(without_past_faults(before, number), overrides, situation)
+    here = dataclasses.replace(situation, from_step=step or 0)
+    config = changed_config(without_past_faults(before, number), overrides, here)
     is_finished = state is RunPhase.finished and config.train.steps <= before.train.steps
     if not is_finished:
         _refuse_impossible(run, config, step, is_finished_before=state is RunPhase.finished)
@@ -133,7 +134,7 @@ def plan_resume(
             _refuse_lost_fallback(run, before, config, lineage_of(events))
     plan = ResumePlan(run, number, before, config, tuple(overrides), step, last, is_finished, answer.num_jobs)
     if not is_finished:
-        plan.changes.refuse_other_past()
+        plan.changes.refuse_other_past(run)
         plan.changes.refuse_jump(accepts_jump)
     return plan
 
@@ -166,16 +167,6 @@ def ask_scheduler(run: RunDir, now: float) -> SchedulerAnswer:
             f"no more"
         )
     return SchedulerAnswer(state, num_jobs)
-
-
-def _state(own: RunPhase, events: list[Record], answer: RunState | None) -> RunPhase:
-    """Return a run's state; of an attempt in the foreground Slurm knows nothing."""
-    if answer is None:
-        return own
-    last = last_attempt(events)
-    starts = [event for event in events if event["event"] == "attempt_started" and event["attempt"] == last]
-    is_in_foreground = bool(starts) and "job" not in starts[-1]
-    return own if own in _ALIVE and is_in_foreground and answer.state not in _OF_A_JOB else answer.state
 
 
 def _is_started_by_parent(run: RunDir, state: RunPhase) -> bool:
@@ -345,7 +336,9 @@ def claim(plan: ResumePlan, command: Sequence[str]) -> None:
         _freeze(plan)
         record_resume(plan, command)
     except OSError as error:
-        raise ConfigError(f"{run.path}: cannot be written: {error.strerror}; nothing was started") from error
+        raise ConfigError(
+            f"{run.path}: cannot be read or written: {error.strerror}; nothing was started"
+        ) from error
 
 
 def _await_end_of_orphans(run: RunDir) -> None:
@@ -378,8 +371,6 @@ def _freeze(plan: ResumePlan) -> None:
 
 def record_resume(plan: ResumePlan, command: Sequence[str]) -> None:
     """Write into the run's record who goes on with it, how, and with which code."""
-    record = read_record(plan.run)
-    resumes = record.get("resumes")
     entry = {
         "attempt": plan.number,
         "time": time.time(),
@@ -388,8 +379,12 @@ def record_resume(plan: ResumePlan, command: Sequence[str]) -> None:
         "command": list(command),
         "code_revision": code_revision(),
     }
-    resumes = [*(resumes if isinstance(resumes, list) else []), entry]
-    write_record(plan.run, {**record, "resumes": resumes})
+
+    def with_entry(record: Record) -> Record:
+        resumes = record.get("resumes")
+        return {**record, "resumes": [*(resumes if isinstance(resumes, list) else []), entry]}
+
+    change_record(plan.run, with_entry)
 
 
 @dataclass(frozen=True)
@@ -460,7 +455,7 @@ def submit_resume(plan: ResumeJob, command: Sequence[str]) -> str:
         raise LaunchError(f"{error}; nothing was submitted") from error
     except OSError as error:
         raise ConfigError(
-            f"{run.path}: cannot be written: {error.strerror}; nothing was submitted"
+            f"{run.path}: cannot be read or written: {error.strerror}; nothing was submitted"
         ) from error
 
 
@@ -490,7 +485,7 @@ def _replace(plan: ResumeJob, undo: ExitStack) -> None:
     _freeze(plan.next)
     write_atomically(run.batch_script, plan.script())
     # No process of this machine leads it.
-    write_record(run, {**read_record(run), "pid": None, "pid_started": None})
+    change_record(run, lambda record: {**record, "pid": None, "pid_started": None})
 
 
 def _restorer(file: Path) -> Callable[[], None]:

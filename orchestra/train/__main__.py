@@ -56,6 +56,7 @@ def leave_at_once(code: int) -> NoReturn:
     Threads and process groups of a failed rank may not end by themselves. And a rank that had finished was
     seen to die of SIGABRT while the interpreter shut down ("terminate called without an active exception",
     twice in some hundred ends): a native thread that then asks for the interpreter's lock ends the process.
+    gloo's does, where it gives back the tensors of a last collective late.
     """
     sys.stdout.flush()
     sys.stderr.flush()

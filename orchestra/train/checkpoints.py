@@ -32,7 +32,7 @@ from orchestra.run.run_lineage import newer_attempt
 from orchestra.sizes import save_interval
 from orchestra.sizes.flops import num_parameters
 from orchestra.sizes.save_interval import Interval
-from orchestra.sizes.topology import BatchRamp
+from orchestra.sizes.topology import BatchRamp, batch_ramp
 from orchestra.train.memory import host_memory
 from orchestra.train.memory_copies import MemoryCopies
 from orchestra.train.starting_point import DataProgress, StartingPoint, order_roll_back
@@ -40,7 +40,7 @@ from orchestra.train.state import CheckpointContext, Position, TensorState, posi
 
 # Before a checkpoint is made valid, and before older ones are removed.
 _FENCED_PHASES = ("before_manifest", "before_prune")
-# Steps of a run's first attempt that are timed for `checkpoint.every_steps=auto`; its very first is not.
+# Steps that are timed for `checkpoint.every_steps=auto`; the very first of an attempt or a batch is not.
 _TIMED_STEPS = 20
 # How many of the newest rows and saves of earlier attempts are used.
 _RECENT = 20
@@ -95,45 +95,71 @@ class SaveRhythm:
     """Decides on one rank at which steps an attempt saves. All ranks ask about the same steps in the same
     order.
 
-    With `checkpoint.every_steps=auto` rank 0 decides once per attempt how many steps lie between two saves,
-    by the times of steps and saves of earlier attempts, else by the first steps of this one, and records it.
+    With `checkpoint.every_steps=auto` rank 0 decides how many steps lie between two saves, and records it: by
+    the times of steps and saves of earlier attempts, else by the first steps of this one; and again by the
+    first steps of each larger batch of a ramp, which take longer.
     """
 
     def __init__(
-        self, context: CheckpointContext, num_parameters: int, mtbf_device_hours: float | None
+        self,
+        context: CheckpointContext,
+        num_parameters: int,
+        mtbf_device_hours: float | None,
+        batches: BatchRamp,
     ) -> None:
         self._context = context
         self._num_parameters = num_parameters
         self._mtbf_device_hours = mtbf_device_hours
+        self._batches = batches
         # Steps that are saved by the clock are agreed on where the ranks agree on when to stop.
         chosen = context.settings.every_steps if context.settings.every_s is None else None
-        self._is_open = chosen == save_interval.AUTO
+        self._is_auto = self._is_open = chosen == save_interval.AUTO
         self._every_steps = chosen if isinstance(chosen, int) else None
+        # The step before the first one that is timed, and the batch of those that follow it.
         self._begin = 0
-        self._timed_since: float | None = None
+        self._batch_size = batches.at(1).global_batch_size
+        # When each of the steps that are timed was over, and the one before them, and whether it is saved.
+        self._ends: list[tuple[float, bool]] = []
 
     def begin(self, step: int) -> None:
         """Decide by earlier attempts, where there are any, how often this one saves. *Collective*."""
-        self._begin = step
+        self._begin, self._batch_size = step, self._batches.at(step + 1).global_batch_size
         if self._is_open:
             self._decide("save interval", self._by_earlier_attempts)
 
     def is_due(self, step: int) -> bool:
-        """Whether the state after `step` is to be saved by the rhythm. In an attempt that has to time its
-        first steps it is *collective* after the last of those.
+        """Whether the state after `step` is to be saved by the rhythm. Where steps have to be timed it is
+        *collective* after the last of those.
         """
+        if self._is_auto:
+            self._follow_batch(step)
         if self._is_open:
             self._time(step)
-        return self._every_steps is not None and step % self._every_steps == 0
+        return self._is_multiple(step)
+
+    def _follow_batch(self, step: int) -> None:
+        """Keep the interval in seconds where a larger batch begins, until its own steps are timed."""
+        before, size = self._batch_size, self._batches.at(step).global_batch_size
+        if size == before:
+            return
+        if self._every_steps is not None:
+            self._every_steps = max(1, round(self._every_steps * before / size))
+        self._begin, self._batch_size, self._is_open = step - 1, size, True
 
     def _time(self, step: int) -> None:
         num_steps = step - self._begin
         if num_steps == 1:
-            self._timed_since = time.perf_counter()
+            self._ends = []
+        self._ends.append((time.perf_counter(), self._is_multiple(step)))
         if num_steps == 1 + _TIMED_STEPS:
-            assert self._timed_since is not None
-            seconds = time.perf_counter() - self._timed_since
-            self._decide("save interval timed", lambda: self._interval(seconds / _TIMED_STEPS))
+            steps = [(then - end, saves) for (end, saves), (then, _) in itertools.pairwise(self._ends)]
+            # Saves between the steps of a later batch are none of their time, and evaluations are rare.
+            times = [seconds for seconds, saves in steps if not saves] or [seconds for seconds, _ in steps]
+            step_time_s = statistics.median(times)
+            self._decide(f"save interval timed/{step}", lambda: self._interval(step_time_s))
+
+    def _is_multiple(self, step: int) -> bool:
+        return self._every_steps is not None and step % self._every_steps == 0
 
     def _decide(self, topic: str, interval: Callable[[], Interval | None]) -> None:
         """Take over rank 0's interval, if it has one."""
@@ -151,7 +177,12 @@ class SaveRhythm:
 
     def _by_earlier_attempts(self) -> Interval | None:
         recent = read_metrics(self._context.run)[-_RECENT:]
-        times = [float(row["step_time_s"]) for row in recent if is_number(row.get("step_time_s"))]
+        # The time of a step grows with its batch.
+        times = [
+            float(row["step_time_s"]) * self._batch_size / self._batches.at(row["step"]).global_batch_size
+            for row in recent
+            if is_number(row.get("step_time_s"))
+        ]
         return self._interval(statistics.median(times)) if times else None
 
     def _interval(self, step_time_s: float) -> Interval:
@@ -498,5 +529,10 @@ def build_checkpoints(
         fallback=context.fallback,
     )
     start = StartingPoint(context, config.model, state, checkpointer, copies)
-    rhythm = SaveRhythm(context, num_parameters(config.model), config.cluster.mtbf_device_hours)
+    rhythm = SaveRhythm(
+        context,
+        num_parameters(config.model),
+        config.cluster.mtbf_device_hours,
+        batch_ramp(config.train, context.mesh.layout.dp),
+    )
     return Checkpoints(context, config.recovery.roll_back, state, checkpointer, start, rhythm, copies, health)

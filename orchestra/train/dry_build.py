@@ -30,10 +30,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from conf.schema import Config, Offload, PipelineSchedule
 from orchestra.errors import ConfigError
+from orchestra.model.initial import fakes_on_gpu
 from orchestra.model.logits import CompiledPasses
 from orchestra.parallel.mesh import Mesh, make_mesh
 from orchestra.precision.policies import policy
@@ -41,7 +41,7 @@ from orchestra.run.config_file import read_config
 from orchestra.run.heartbeat import Phase
 from orchestra.sizes.compilation import is_wanted
 from orchestra.sizes.memory import chunk_tokens, logit_bytes
-from orchestra.sizes.pipeline_check import fewer_micro_batches
+from orchestra.sizes.pipeline_check import fewer_micro_batches, held_states
 from orchestra.sizes.pipeline_schedule import pipeline_shape
 from orchestra.sizes.topology import Layout, batch_shape, layout
 from orchestra.train.build import Training, build_training
@@ -51,6 +51,7 @@ from orchestra.train.watch.replay import rehearse
 _FAKE_GROUP = "torch.testing._internal.distributed.fake_pg"
 # The second one adds to the first one's gradients; more of them need no more.
 _MICRO_BATCHES = 2
+_TAKING_TURNS = 2
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,13 @@ def enough_micro_batches(config: Config, accumulation: int) -> int:
     kind = config.parallelism.schedule
     if kind is PipelineSchedule["afab"]:
         return accumulation
-    return fewer_micro_batches(kind, pipeline_shape(config.parallelism), accumulation)
+    shape = pipeline_shape(config.parallelism)
+    as_many = fewer_micro_batches(kind, shape, accumulation)
+    filling = [
+        num for num in range(1, as_many) if held_states(kind, shape, num) == held_states(kind, shape, as_many)
+    ]
+    # After those that fill the pipeline some take turns in it: what arrives is then on its way beside them.
+    return next((num for num in filling if num >= filling[0] + _TAKING_TURNS), as_many)
 
 
 def take_step(training: Training, mesh: Mesh, step: int, num_micro_batches: int) -> None:
@@ -210,7 +217,8 @@ class ExactBytes:
 
 
 def exact_bytes(config: Config, world_size: int, rank: int = 0, *, as_gpu: bool = False) -> ExactBytes:
-    """Build one rank of `world_size` ranks, take two steps and count; `as_gpu`: as it would be on a GPU.
+    """Build one rank of `world_size` ranks, take a step or two and count both; `as_gpu`: as it would be on a
+    GPU.
 
     For a process that has joined no process group. Raises ConfigError where the degrees do not multiply out,
     or a budget for activations is too small.
@@ -219,7 +227,7 @@ def exact_bytes(config: Config, world_size: int, rank: int = 0, *, as_gpu: bool 
         # A GPU's attention needs no mask to stay inside of documents.
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, document_masks=False))
         config = _with_chunk_of_gpu(config, layout(config.parallelism, world_size))
-    with _one_of(world_size, rank, config) as mesh:
+    with _one_of(world_size, rank, config) as mesh, fakes_on_gpu(is_wanted=as_gpu):
         mesh = dataclasses.replace(mesh, counts_as_gpu=as_gpu)
         moment = _FirstBackward()
         training = build_training(config, mesh, StepHooks((moment,)))
@@ -235,9 +243,19 @@ def exact_bytes(config: Config, world_size: int, rank: int = 0, *, as_gpu: bool 
                 with watched.by(live, before):
                     take_step(training, mesh, step, enough)
                 peaks.append(live.most)
+                if as_gpu and _repeats_itself(config):
+                    peaks.append(live.most_again())
+                    break
         # A pipeline's ranks keep what several micro-batches need, most of them without a loss.
         activations = moment.at_first if mesh.layout.pp > 1 else watched.activations
         return _counted(config, training, activations, watched.logits, *peaks, as_gpu=as_gpu)
+
+
+def _repeats_itself(config: Config) -> bool:
+    """Whether a GPU's second step is the first one but for what that has made and kept: from ZeRO-2 on, and
+    where gloo sums, memory for sums is used in turns; and a plug-in may do anything.
+    """
+    return config.parallelism.zero < 2 and config.optim.target is None
 
 
 def _with_chunk_of_gpu(config: Config, degrees: Layout) -> Config:
@@ -334,14 +352,29 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.most = 0
-        self._known: set[int] = set()
+        # Numbers of what is alive, by the address of its memory, which others have later; and what came and
+        # went, in order.
+        self._known: dict[int, int] = {}
+        self._changes: list[tuple[int, int]] = []
+
+    def most_again(self) -> int:
+        """Return the most that the same operators would reach if what they have left alive were there from
+        the start.
+        """
+        now = most = self.now
+        alive = {*self._known.values()}
+        for number, size in self._changes:
+            if number not in alive:
+                now += size
+                most = max(most, now)
+        return most
 
     def __torch_dispatch__(self, operator: Any, _: Any, arguments: Any = (), options: Any = None) -> Any:
-        inputs = tree_leaves((arguments, options))
-        before = {_key(tensor) for tensor in inputs if isinstance(tensor, Tensor)}
-        made = operator(*arguments, **(options or {}))
-        for tensor in tree_leaves(made):
-            if isinstance(tensor, Tensor) and _key(tensor) not in before:
+        options = options or {}
+        before = {_key(tensor) for tensor in _tensors((*arguments, *options.values()))}
+        made = operator(*arguments, **options)
+        for tensor in _tensors((made,)):
+            if _key(tensor) not in before:
                 self._add(tensor)
         return made
 
@@ -349,14 +382,25 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         if key not in self._known:
-            self._known.add(key)
+            number = self._known[key] = len(self._changes)
+            self._changes.append((number, size))
             self.now += size
             self.most = max(self.most, self.now)
-            weakref.finalize(storage, self._remove, key, size)
+            weakref.finalize(storage, self._remove, key, number, size)
 
-    def _remove(self, key: int, size: int) -> None:
-        self._known.discard(key)
+    def _remove(self, key: int, number: int, size: int) -> None:
+        self._known.pop(key, None)
+        self._changes.append((number, -size))
         self.now -= size
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors among an operator's arguments or results, and in lists of them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
 
 
 def _key(tensor: Tensor) -> int:
@@ -370,7 +414,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--world-size", type=int, required=True)
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--step", action="store_true", help="take one step of one micro-batch too")
-    parser.add_argument("--exact", action="store_true", help="take two steps and count by component")
+    parser.add_argument("--exact", action="store_true", help="count two steps by component")
     parser.add_argument("--as-gpu", action="store_true", help="with --exact: as on a GPU, on any machine")
     options = parser.parse_args(arguments)
     try:

@@ -345,6 +345,9 @@ class MemoryCopies(StepHook):
                 departure = self._context.lineage().departure(step, head.get("attempt"))
                 if departure is not None:
                     raise UnusableCopyError(f"it is off the run's line: {departure.words}")
+                # A copy holds what is in a place, whichever expert that is: nobody here would know.
+                if self._state.experts is None and head.get("document", {}).get("experts"):
+                    raise UnusableCopyError("its experts may have moved (parallelism.expert_placement=auto)")
             slot.check(table)
         except (UnusableCopyError, CheckpointError, OSError) as error:
             return None, {"problem": f"rank {rank}'s copy of step {step}: {error}"}

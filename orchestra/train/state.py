@@ -473,6 +473,8 @@ class Position:
     optimizer_values: tuple[Mapping[str, Any], ...] = ()
     # The states of train.callbacks by their targets, rank 0's.
     callbacks: Mapping[str, Any] = field(default_factory=dict)
+    # What the noise of gradients was measured at since the last row, rank 0's: pairs.
+    noise: Sequence[Sequence[float]] = ()
     # Which ranks have which experts, and their tokens (`PlacedExperts.state`).
     experts: Mapping[str, Any] = field(default_factory=dict)
 
@@ -489,6 +491,8 @@ def position_to_json(position: Position) -> dict[str, Any]:
         others["fp8_sizes"] = dict(position.fp8_sizes)
     if position.callbacks:
         others["callbacks"] = dict(position.callbacks)
+    if position.noise:
+        others["noise"] = [list(pair) for pair in position.noise]
     if position.experts:
         others["experts"] = dict(position.experts)
     if position.left_out:
@@ -526,8 +530,18 @@ def position_from_json(state: Mapping[str, Any]) -> Position:
         left_out=from_lists(state.get("left_out")),
         optimizer_values=_optimizer_values(state),
         callbacks=state["callbacks"] if isinstance(state.get("callbacks"), Mapping) else {},
+        noise=_noise(state),
         experts=state["experts"] if isinstance(state.get("experts"), Mapping) else {},
     )
+
+
+def _noise(state: Mapping[str, Any]) -> tuple[tuple[float, float], ...]:
+    """Return what was measured before the save; nothing where it is damaged: a few points of a curve."""
+    pairs = state.get("noise", [])
+    is_good = isinstance(pairs, list) and all(
+        isinstance(pair, list) and len(pair) == 2 and all(map(is_number, pair)) for pair in pairs
+    )
+    return tuple((float(pair[0]), float(pair[1])) for pair in pairs) if is_good else ()
 
 
 def _optimizer_values(state: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:

@@ -56,6 +56,7 @@ from orchestra.run.secret import key_of_attempt
 from orchestra.run.step_times import StepTimesFile
 from orchestra.sizes.flops import head_dim, num_active_parameters, num_parameters
 from orchestra.sizes.step_shares import Part
+from orchestra.sizes.topology import batch_problems
 from orchestra.train.build import (
     BuiltModel,
     build_callbacks,
@@ -283,6 +284,7 @@ class Trainer:
             recent_losses=() if spikes is None else tuple(spikes.recent),
             fp8_sizes={} if history is None else history.state,
             callbacks={} if self.metrics is None else self.metrics.callbacks.states(),
+            noise=() if self.noise is None or self.metrics is None else self.noise.measured,
         )
 
     def stop_threads(self) -> None:
@@ -325,7 +327,7 @@ def assemble(config: Config, mesh: Mesh, ranks: RankEnvironment, rank: RankAttem
     checkpoints = build_checkpoints(config, context, state, copies, faults.strike)
     before_steps.enter(Phase.restore)
     begin = checkpoints.begin(lambda: before_steps.enter(Phase.restore))
-    _refuse_past_end(config.train.steps, begin)
+    _refuse_begin(config.train, mesh.layout.dp, begin)
     loader = build_loader(config, mesh, built.batches, begin.step, begin.samples, begin.left_out)
     stopping = _stopping(config, mesh, peers, rank)
     events_of_rank_0 = rank.events if mesh.rank == 0 else None
@@ -336,7 +338,7 @@ def assemble(config: Config, mesh: Mesh, ranks: RankEnvironment, rank: RankAttem
     replay = build_replay(config, mesh, built, peers, events_of_rank_0, begin, rank.attempt)
     guard = _nonfinite_guard(config, built, rank.events, begin)
     sources = build_source_losses(loader.source, built.parallelized.model, mesh)
-    noise = build_noise_scale(config.train, built.parallelized, built.batches, mesh)
+    noise = build_noise_scale(config.train, built.parallelized, built.batches, mesh, begin.noise)
     used = (step_times, heartbeat, faults, profiler, replay, sources, noise, copies, ledger, guard)
     hooks = StepHooks(used)
     step = build_step(config, mesh, built, hooks, begin.loss_scale, begin.recent_losses, begin.fp8_sizes)
@@ -418,12 +420,15 @@ def _stopping(config: Config, mesh: Mesh, peers: Peers, rank: RankAttempt) -> St
     return Stopping(peers, RequestWatch(rank.run, rank.attempt), clock)
 
 
-def _refuse_past_end(last_step: int, begin: Position) -> None:
-    if begin.step > last_step:
+def _refuse_begin(train: TrainConfig, dp: int, begin: Position) -> None:
+    if begin.step > train.steps:
         raise UnusableCheckpointError(
-            f"the newest checkpoint is of step {begin.step}, and train.steps={last_step} ends before it; use "
-            f"more than {begin.step}, or another checkpoint.dir"
+            f"the newest checkpoint is of step {begin.step}, and train.steps={train.steps} ends before it; "
+            f"use more than {begin.step}, or another checkpoint.dir"
         )
+    # It may go back further than its records say, into a batch of a ramp that was over.
+    if problems := list(batch_problems(train, dp, begin.step)):
+        raise ConfigError(problems)
 
 
 def _profiler(

@@ -101,6 +101,19 @@ def test_a_ramp_trains_the_same_on_any_layout_and_each_sample_once(
     }
 
 
+def test_a_batch_that_is_over_binds_no_later_layout(ranks: Ranks, whole: Path, tmp_path: Path) -> None:
+    """Three ranks can share the larger batch alone."""
+    ranks(2).run(attempt_of, path=tmp_path, attempt=0, config=ramped(inject=kill_all(FIRST_STEPS, 0)))
+    with pytest.raises(Exception, match=rf"batch_ramp\[0\].*\({SMALL} sequences\) .* dp=3"):
+        ranks(3).run(attempt_of, path=tmp_path, attempt=1, config=ramped(dp=3))
+    ranks(2).run(attempt_of, path=tmp_path, attempt=2, config=ramped(inject=kill_all(FIRST_STEPS + 3, 2)))
+    ranks(3).run(attempt_of, path=tmp_path, attempt=3, config=ramped(dp=3))
+    assert [event["step"] for event in events_of(tmp_path, "restored")][-1] == FIRST_STEPS + 1
+    for row, other in zip(rows(tmp_path), rows(whole), strict=True):
+        assert (row["step"], row["tokens"]) == (other["step"], other["tokens"])
+        assert row["loss"] == pytest.approx(other["loss"], rel=1e-5)
+
+
 def test_the_rate_of_smaller_batches_is_scaled_by_the_square_root(ranks: Ranks, tmp_path: Path) -> None:
     ranks(1).run(attempt_of, path=tmp_path, attempt=0, config=ramped(RampRate.sqrt))
     rates = [row["lr"] for row in rows(tmp_path)]

@@ -6,6 +6,7 @@ import functools
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,10 @@ from pool import Ranks
 from small_trainings import SEQUENCE, assert_equal_trainings, assert_same_bits
 from test_agreed_stop import stopped_attempt
 
-from conf.schema import Config, ExpertPlacement, ModelConfig, StateDType, WhenBusy
+from conf.schema import Config, EvalConfig, ExpertPlacement, ModelConfig, StateDType, WhenBusy
+from orchestra.run.files import Record
+from orchestra.run.metrics_file import eval_column, read_metrics
+from orchestra.run.paths import RunDir
 
 MOVES_AFTER, LAST = 8, 20
 AUTO, FIXED = ExpertPlacement.auto, ExpertPlacement.fixed
@@ -38,6 +42,7 @@ LAYOUTS: tuple[Config, ...] = (
     mixed(TIGHT, dp=2, ep=2, tp=2, sequence_parallel=True),
     mixed(dp=2, ep=2, cp=2, zero=3, recompute="full"),
     mixed(dp=2, ep=2, pp=2, zero=1, accumulation=4),
+    mixed(dp=4, ep=2, zero=3, shard_degree=2),
     mixed(FIVE, dp=3, ep=3, num_sequences=6, zero=3),
 )
 
@@ -158,3 +163,31 @@ def test_a_run_that_was_stopped_moves_the_experts_that_it_would_have(
         [[event[key] for key in told] for event in events_of(run, "experts_moved")] for run in (stopped, path)
     ]
     assert moves[0] == moves[1]
+
+
+def in_fp8(how: ExpertPlacement, **others: Any) -> Config:
+    """Return a run in fp8, of hybrid sharding, that evaluates just before it saves."""
+    settings = {**MOVING, "num_experts": 6, "precision": "fp8", "shard_degree": 2, "expert_placement": how}
+    config = config_of(**{**settings, **others})
+    # Sizes that 16 divides.
+    model = replace(config.model, hidden_size=32, intermediate_size=64, moe_intermediate_size=32)
+    return replace(config, model=model, eval=EvalConfig(every_steps=EVERY, steps=1))
+
+
+def test_what_is_kept_in_fp8_follows_experts_that_move_after_an_evaluation(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    def told(run: str) -> list[tuple[Record, float | None]]:
+        losses = [row.get(eval_column("held_out")) for row in read_metrics(RunDir(tmp_path / run))]
+        return list(zip(rows(tmp_path / run), losses, strict=True))
+
+    ranks(4).run(attempt_of, path=tmp_path / "fixed", attempt=0, config=in_fp8(FIXED))
+    until_killed = in_fp8(AUTO, inject=kill_all(SECOND + 1))
+    ranks(4).run(attempt_of, path=tmp_path / "moved", attempt=0, config=until_killed)
+    moves = [event["step"] for event in events_of(tmp_path / "moved", "experts_moved")]
+    assert moves == [EVERY, SECOND]
+    ranks(4).run(attempt_of, path=tmp_path / "moved", attempt=1, config=in_fp8(AUTO))
+    assert told("moved") == told("fixed")
+    assert [row["step"] for row, loss in told("moved") if loss is not None] == [EVERY, SECOND, STEPS]
+    for step in (EVERY, SECOND, STEPS):
+        assert digest_at(tmp_path / "moved", step) == digest_at(tmp_path / "fixed", step)

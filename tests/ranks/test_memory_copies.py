@@ -75,10 +75,13 @@ def trained_until_lost(pool: RankPool, nodes: list[Node], path: Path, **settings
     assert eventually(lambda: all(pusher.pushed_step == COPIED for pusher in pushers), 20)
 
 
-def gone_on(pool: RankPool, path: Path, folders: Sequence[Path], **settings: Any) -> list[Any]:
-    """Train the second attempt to its end, from the copies in memory; return what its ranks hold."""
+def gone_on(
+    pool: RankPool, path: Path, folders: Sequence[Path], attempt: int = 1, **settings: Any
+) -> list[Any]:
+    """Train another attempt to its end, from the copies in memory; return what its ranks hold."""
     config = config_of(copy_every=COPY_EVERY, **settings)
-    return pool.run(attempt_of, path=path, attempt=1, config=config, folders=folders, from_memory=COPIED)
+    given = {"folders": folders, "from_memory": COPIED}
+    return pool.run(attempt_of, path=path, attempt=attempt, config=config, **given)
 
 
 def next_plan(nodes: list[Node], alive: Sequence[int], order: Sequence[int], path: Path, world: int) -> Any:
@@ -124,6 +127,12 @@ def test_a_lost_node_is_replaced_from_its_neighbours_memory_bit_for_bit(
     assert (restored(path)["source"], restored(path)["step"]) == ("memory", COPIED)
     moved = [event["attempt"] for event in events_of(path, "experts_moved")]
     assert moved == ([0, 1] if "expert_placement" in settings else [])
+    if moved:
+        # Who keeps experts where they were does not know where these are.
+        gone_on(pool, path, folders, attempt=2, **{**settings, "expert_placement": ExpertPlacement.fixed})
+        found = events_of(path, "restored")[-1]
+        assert (found["source"], found["step"]) == ("checkpoint", STEPS)
+        assert "its experts may have moved" in found["not_from_memory"]
 
 
 def test_a_node_that_takes_over_its_neighbours_ranks_needs_no_network(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import attempts
 import pytest
 import torch
 from pool import Ranks
@@ -15,7 +17,8 @@ from torch import Tensor
 from conf.schema import Config
 from orchestra.data.loader import Batch
 from orchestra.model.transformer import Transformer, fill_initial_values
-from orchestra.run.metrics_file import NOISE_GRADIENT, NOISE_VARIANCE
+from orchestra.run.metrics_file import NOISE_GRADIENT, NOISE_VARIANCE, read_metrics
+from orchestra.run.paths import RunDir
 from orchestra.sizes.topology import layout
 from orchestra.train.build import build_model_and_optimizer, build_step
 from orchestra.train.hooks import StepHooks, TrainedStep
@@ -115,3 +118,20 @@ def test_every_stage_of_zero_and_every_cut_of_the_model_measures_the_same(ranks:
     for stage in (1, 2, 3):
         assert columns(2, zero=stage) == pytest.approx(two, rel=1e-4), stage
     assert columns(4, tp=2, zero=2) == pytest.approx(two, rel=1e-4)
+
+
+def test_what_was_measured_between_two_rows_is_kept_through_a_restart(ranks: Ranks, tmp_path: Path) -> None:
+    """Rows of steps 4, 8 and 12, a checkpoint of step 6, and an end in step 7."""
+
+    def columns(name: str, *kill_at: int) -> list[tuple[float, float]]:
+        path = tmp_path / name
+        for attempt, at in enumerate([*kill_at, None]):
+            inject = () if at is None else attempts.kill_all(at, attempt)
+            base = attempts.config_of(checkpoint={"every_steps": 6}, inject=inject)
+            config = replace(base, train=replace(base.train, noise_scale_every=1, log_every=4))
+            ranks(2).run(attempts.attempt_of, path=path, attempt=attempt, config=config)
+        found = read_metrics(RunDir(path))
+        assert [row["step"] for row in found] == [4, 8, 12]
+        return [(row[NOISE_GRADIENT], row[NOISE_VARIANCE]) for row in found]
+
+    assert columns("interrupted", 7) == columns("whole")

@@ -14,8 +14,8 @@ pytestmark = pytest.mark.slow
 ONE_RANK = "cluster.gpus_per_node=1"
 
 
-def submit_after(cluster: Site, before: str, name: str) -> SubmittedRun:
-    small = (*TINY, ONE_RANK, "train.steps=2", "cluster.time_limit=10")
+def submit_after(cluster: Site, before: str, name: str, *words: str) -> SubmittedRun:
+    small = (*TINY, ONE_RANK, "train.steps=2", "cluster.time_limit=10", *words)
     facts = json.loads(
         cluster.orchestra("submit", *small, f"run.name={name}", "--after", before, "--json").stdout
     )
@@ -74,7 +74,9 @@ def test_a_follower_waits_while_the_other_run_is_chained_stopped_and_resumed(clu
 def test_what_follows_a_run_that_failed_does_not_train_and_says_why(cluster: Site) -> None:
     nan = ("train.on_nonfinite=stop", "recovery.inject=[{at_step: 2, rank: 0, fault: nan}]")
     failing = cluster.submit_run("failing", ONE_RANK, "train.steps=20", *nan)
-    follower = submit_after(cluster, "failing", "follower")
+    # So soon an end is believed here.
+    soon = ("recovery.agent_timeout_s=5", "recovery.heartbeat_timeout_s=6")
+    follower = submit_after(cluster, "failing", "follower", *soon)
     follower.assert_job_ends("FAILED", "93:0")
     why = " ".join(cluster.orchestra("why", "follower").stdout.split())
     assert "it begins after failing, which failed (exit code 93: NonFiniteError)" in why

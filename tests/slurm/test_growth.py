@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 from matrix_injections import LENGTH
 from matrix_oracle import References, samples
-from sites import Site
+from sites import TINY, Site, SubmittedRun
+
+from orchestra.run.paths import SweepDir
 
 pytestmark = pytest.mark.slow
 
@@ -60,3 +65,28 @@ def test_a_run_begins_with_what_is_free_and_grows_shrinks_and_grows_again(
     assert samples(run.dir) == samples(references.of(3))
     run.wait(run.is_over, "its jobs are over")
     run.wait(lambda: cluster.queue("--name=growing+") == [], "those that helped it are over")
+
+
+@pytest.mark.timeout(200)
+def test_a_member_of_a_sweep_grows_by_a_job_of_its_own_name(cluster: Site) -> None:
+    """One node is free for two members of one or two nodes: the first begins on it, the second one waits."""
+    held = cluster.run("sbatch", "--parsable", "--nodes=3", "--exclusive", "--wrap=sleep 600").stdout.strip()
+    words = (*TINY, *QUICK, SLOW, "train.steps=120", "cluster.nodes=1..2", "recovery.resize_every_s=1")
+    facts = json.loads(
+        cluster.orchestra("submit", "-m", *words, "train.seed=1,2", "run.name=swept", "--json").stdout
+    )
+    sweep, array = SweepDir(Path(facts["path"])), facts["arrays"][0]["id"]
+    runs = [SubmittedRun(cluster, sweep.member(index), f"{array}_{index}") for index in range(2)]
+    asked = runs[0].wait_for_event("nodes_asked")
+    assert cluster.queue(f"--jobs={asked['job']}", "--format=%j") == ["swept/000+"]
+    cluster.run("scancel", held)
+    runs[0].wait_for_attempt(1)
+    first = runs[0].hosts(0)
+    assert (len(first), runs[0].hosts(1)[:1], len(set(runs[0].hosts(1)))) == (1, first, 2)
+    for run in runs:
+        run.wait(run.is_finished, "it is finished")
+    (stopped,) = runs[0].events("stop_requested")
+    (restored,) = runs[0].events("restored")
+    assert restored["step"] == stopped["step"]
+    assert [len(run.hosts()) for run in runs] == [2, 2]
+    assert cluster.ended(asked["job"]) == "COMPLETED"

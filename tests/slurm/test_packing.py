@@ -41,6 +41,12 @@ def states(cluster: Site, name: str) -> list[str]:
     return [member["state"] for member in cluster.status(name)["members"]]
 
 
+def to_be_resumed(cluster: Site, name: str) -> list[list[int]]:
+    """Return the members of each array that a resume would submit."""
+    facts = json.loads(cluster.orchestra("resume", name, "--dry-run", "--json").stdout)
+    return [array["members"] for array in facts["arrays"]]
+
+
 def most_at_once(runs: list[RunDir]) -> dict[str, int]:
     """Return how many attempts ran at the same time on each host, at most."""
     changes: list[tuple[float, int, str]] = []
@@ -65,6 +71,7 @@ def kill(cluster: Site, run: RunDir) -> None:
                     os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.timeout(240)
 def test_eight_members_share_two_nodes_whatever_becomes_of_each(cluster: Site) -> None:
     words = (*_SMALL, *_PACKED, f"recovery.inject={','.join(_FAULTS)}", "run.name=packed", "--json")
     facts = json.loads(cluster.orchestra("submit", "-m", *words).stdout)
@@ -75,10 +82,13 @@ def test_eight_members_share_two_nodes_whatever_becomes_of_each(cluster: Site) -
     wait_until(lambda: named(killed, "checkpoint_committed"), "the second member has saved")
     (waiting,) = json.loads(cluster.orchestra("status", "packed/008", "--json").stdout)
     assert waiting["cause"] == "waits for a place on a node that its sweep's members share"
+    # Nobody needs another job: neither who trains nor who waits in the pack.
+    assert to_be_resumed(cluster, "packed") == []
     assert "was taken off the list" in cluster.orchestra("cancel", "packed/008").stdout
     kill(cluster, killed)
     assert [cluster.ended(f"{array['id']}_{task}") for task in (0, 1)] == ["COMPLETED"] * 2
     assert states(cluster, "packed") == [*["finished"] * 7, "failed", "cancelled"]
+    assert to_be_resumed(cluster, "packed") == [[7, 8]]
     assert sorted(most_at_once(runs)) == ["node1", "node2"]
     assert max(most_at_once(runs).values()) == 2
     # None twice: one attempt each, but for the killed one, which went on from its checkpoint.

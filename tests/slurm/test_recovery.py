@@ -82,6 +82,8 @@ def test_a_spare_takes_the_place_of_a_stage_in_the_midst_of_a_pipeline(cluster: 
     trains_again(run, 1)
     (replaced,) = run.events("node_replaced")
     assert (replaced["host"], replaced["by_host"]) == (gone, run.hosts(1)[1])
+    # Paid for with the one that stood by, and after that with those that are left.
+    assert [event["nodes_held"] for event in run.events("attempt_started")] == [4, 3]
     assert_as_if_nothing_had_happened(run, References(cluster, stages, "staged").of(3))
 
 

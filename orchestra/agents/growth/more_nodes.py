@@ -24,6 +24,7 @@ from orchestra.agents.choose_nodes import excluded_hosts
 from orchestra.agents.growth.helper_job import HELPS_VARIABLE, HelpedGroup
 from orchestra.agents.growth.wanted_nodes import WantedNodes
 from orchestra.errors import OrchestraError
+from orchestra.report.run_state import name_of
 from orchestra.run.events import EventWriter, is_whole, read_events
 from orchestra.run.files import Record, write_atomically
 from orchestra.run.paths import RunDir
@@ -156,7 +157,8 @@ class MoreNodes:
         prefix = (f"PYTHONPATH={path}" if word.startswith("PYTHONPATH=") else word for word in job.prefix)
         return replace(
             job,
-            name=f"{job.name}+",
+            # As people name the run: the folder of a member of a sweep has a number for a name.
+            name=f"{name_of(self._run)}+",
             num_nodes=wanted.number,
             requeue=False,
             beside_step=(),

@@ -15,15 +15,23 @@ from collections.abc import Collection, Iterable, Mapping
 from launchers import LauncherError
 from launchers.node_group import GroupMember, Order
 from orchestra.agents.attempt_record import AttemptRecord
-from orchestra.agents.choose_nodes import LEAVES, excluded_hosts, gives_layout, is_fit, resized
+from orchestra.agents.choose_nodes import (
+    LEAVES,
+    excluded_hosts,
+    gives_layout,
+    is_fit,
+    of_next_attempt,
+    resized,
+)
 from orchestra.agents.context import AgentContext
 from orchestra.agents.growth.wanted_nodes import WantedNodes
 from orchestra.run.control import stop_requests
 from orchestra.run.events import read_events
 from orchestra.run.files import Record
 
-# How often it is looked who has come; the records are read only where somebody has.
-_LOOK_S = 2.0
+# How often it is looked who has come; the records are read only where somebody has, and to see how far a ramp
+# of the batch is.
+_LOOK_S, _RAMP_S = 2.0, 60.0
 
 
 class Resize:
@@ -39,6 +47,7 @@ class Resize:
         self._excluded: Collection[str] = ()
         # Unix seconds at which the run may be resized again.
         self._due = math.inf
+        self._of_next, self._of_next_until = context.config, -math.inf
         config = context.config
         is_small = len(order.nodes) < config.cluster.nodes
         # A job's own nodes have lower numbers than those that help it.
@@ -68,7 +77,10 @@ class Resize:
 
     def _grow(self) -> None:
         context, order = self._context, self._order
-        alive, config = living(context, order), context.config
+        if (now := time.monotonic()) >= self._of_next_until:
+            self._of_next_until = now + _RAMP_S
+            self._of_next = of_next_attempt(context.config, context.run)
+        alive, config = living(context, order), self._of_next
         there, wanted = len(order.nodes), config.cluster.nodes
         num_coming = sum(node not in order.nodes and self._is_of_use(alive[node]) for node in alive)
         counts = range(1, wanted - there + 1)

@@ -77,9 +77,8 @@ def cut_off(context: AgentContext, order: Order) -> list[int]:
         for node, member in members.items()
         if node not in alone and choose_nodes.is_fit(member) and member.host not in bad
     ]
-    is_enough = (
-        len(left) >= context.config.cluster.nodes or choose_nodes.shrunk(left, context.config) is not None
-    )
+    config = choose_nodes.of_next_attempt(context.config, context.run)
+    is_enough = len(left) >= config.cluster.nodes or choose_nodes.shrunk(left, config) is not None
     return alone if is_enough or context.scheduler.can_requeue else []
 
 

@@ -330,7 +330,11 @@ class NodePack:
             if last_of_array.is_too_often(self._sweep, self._array.number, self._task):
                 raise LaunchError(f"this job was queued again {MOST_MOVES} times in a row because of that")
             blamed = [self._host] if self._is_blamed else []
-            exclude = hosts_of_next_job(self._config, self._runs[0], self._task.cluster, blamed, ()).exclude
+            # What is said to Slurm takes the place of what the job leaves out already.
+            before = self._left_out()
+            exclude = hosts_of_next_job(
+                self._config, self._runs[0], self._task.cluster, blamed, before
+            ).exclude
             self._say_left(is_again=True)
             _say(f"{len(waiting)} members wait for a place, and no other job takes them: queued again")
             this_job.requeue(self._task.job, exclude)
@@ -341,6 +345,13 @@ class NodePack:
             )
             return EXIT_FAILED
         return code_for_slurm(EXIT_STOPPED, self._config)
+
+    def _left_out(self) -> list[str]:
+        """Return the nodes that this job must not get, by Slurm's word; none where it does not say."""
+        with contextlib.suppress(LauncherError):
+            excluded = this_job.own_job(self._task.job).excluded
+            return this_job.names_of(excluded) if excluded else []
+        return []
 
     def _say_left(self, *, is_again: bool = False) -> None:
         # Without it another job may think that this one takes members still.

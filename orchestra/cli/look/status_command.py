@@ -7,6 +7,7 @@ for all.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import shutil
 import sys
@@ -37,6 +38,7 @@ from orchestra.cli.text.resolve import (
     resolve_target,
 )
 from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_DONE, ConfigError
+from orchestra.recovery.accounting import AttemptTimes, attempt_times
 from orchestra.recovery.history import Attempt, newest_attempt
 from orchestra.recovery.incidents import Verdict, node_verdict
 from orchestra.recovery.time_slices import in_words, time_slices
@@ -150,7 +152,6 @@ def _of_run(state: RunState) -> list[str]:
     of_attempt = () if attempt is None else attempt.events
     hosts = sorted({str(event["host"]) for event in of_attempt if "host" in event and "node" in event})
     never_saved = "nothing yet" if state.attempts else ""
-    restarts = figures.number_of(state.attempts - 1, "restart")
     facts = {
         "reason": _reason(state, None if attempt is None else node_verdict(attempt)),
         "restart": _restart(state, now),
@@ -163,7 +164,7 @@ def _of_run(state: RunState) -> list[str]:
         "saved": never_saved if state.checkpoint_step is None else _where_saved(state),
         "waits": (attempt and state.state is RunPhase.running and waits_for_storage(attempt)) or "",
         "unsaved": "" if state.failed_saves is None else failed_saves_words(state.failed_saves),
-        "starts": f"{state.attempts} attempts: {restarts}" if state.attempts > 1 else "",
+        "starts": _starts(attempt_times(events, ())),
         "slices": in_words(time_slices(events)),
         "back": _back(roll_backs(events)),
     }
@@ -194,6 +195,17 @@ def _reason(state: RunState, verdict: Verdict | None) -> str:
     message = verdict.message if verdict is not None and verdict.cause == state.cause else ""
     first_line = message.partition("\n")[0]
     return f"{state.cause}: {first_line}" if first_line else state.cause
+
+
+def _starts(attempts: Sequence[AttemptTimes]) -> str:
+    """Return how often the run began again by itself, and how often somebody went on with it."""
+    if len(attempts) < 2:
+        return ""
+    resumes = sum(now.is_resume(before) for before, now in itertools.pairwise(attempts))
+    restarts = len(attempts) - 1 - resumes
+    kinds = {"restart": restarts, "resume": resumes}
+    words = ", ".join(figures.number_of(count, kind) for kind, count in kinds.items() if count)
+    return f"{len(attempts)} attempts: {words}"
 
 
 def _restart(state: RunState, now: float) -> str:

@@ -1,7 +1,7 @@
 """`orchestra plan --exact [overrides]`: the closed forms beside a count of the real modules' tensors.
 
 The count is made by a process of the data plane (`python -m orchestra.train.dry_build --exact`), which builds
-one rank with fake tensors and takes two steps with it; this side composes the configuration, starts it and
+one rank with fake tensors and counts two steps of it; this side composes the configuration, starts it and
 compares.
 """
 
@@ -30,7 +30,7 @@ from orchestra.sizes.units import MIB
 
 _EXPLAINED = """\
 --exact counts one rank's tensors too: the modules, optimizer and collectives that would train are built with
-fake tensors (no memory, no GPU, no other ranks) and take two steps, with the recomputation that is asked for.
+fake tensors (no memory, no GPU, no other ranks) for two steps, with the recomputation that is asked for.
 Both counts are shown by component, and how far the closed form is off. It takes some seconds and loads torch.
 """
 

@@ -10,13 +10,14 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from conf.schema import Config
 from orchestra.cli.plan import Mode, case_for, configuration, layout_words, one_layout, print_result
 from orchestra.cli.text import figures
 from orchestra.config.keys import nearest
 from orchestra.errors import EXIT_DONE, ConfigError
 from orchestra.plan.explain import Explanation, Option, explain, main_loss
 from orchestra.plan.predict import Prediction
-from orchestra.plan.space import DP_KEY, KEYS, Value, choice_of
+from orchestra.plan.space import DP_KEY, KEYS, Value, choice_of, common_sequences
 
 _INDENT = "   "
 # Turns of a knob that are listed where a step does not fit, and things that bind.
@@ -49,8 +50,9 @@ def _run(arguments: Namespace) -> int:
         # `--explain model=llama3_8b`: an override, not a key.
         key, overrides = _ALL, [key, *overrides]
     knobs = _knobs(key)
-    explanation = explain(case_for(configuration(overrides), arguments))
-    print_result(arguments, lambda: _facts(explanation, knobs), lambda: _lines(explanation, knobs))
+    config = configuration(overrides)
+    explanation = explain(case_for(config, arguments), common_sequences(config.train))
+    print_result(arguments, lambda: _facts(explanation, knobs), lambda: _lines(config, explanation, knobs))
     return EXIT_DONE
 
 
@@ -69,8 +71,8 @@ def _knobs(key: str) -> list[str]:
     raise ConfigError(f"--explain {key}: the planner turns no such key; {hint} {', '.join(keys.values())}")
 
 
-def _lines(explanation: Explanation, knobs: Sequence[str]) -> list[str]:
-    lines = [*one_layout.header(explanation.here.case), ""]
+def _lines(config: Config, explanation: Explanation, knobs: Sequence[str]) -> list[str]:
+    lines = [*one_layout.header(config.train, explanation.here.case), ""]
     lines += ["1  fit a step in memory", *_memory(explanation), ""]
     lines += ["2  reach the global batch", *_batch(explanation.here), ""]
     lines += ["3  throughput", *_throughput(explanation)]

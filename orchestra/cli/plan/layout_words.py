@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from conf.schema import ModelConfig, PipelineSchedule, Recompute
+from conf.schema import ModelConfig, PipelineSchedule, Recompute, TrainConfig
 from orchestra.cli.text import figures
+from orchestra.cli.text.describe import ramp_lines
 from orchestra.plan.case import PlanCase
 from orchestra.plan.explain import MEMORY, PARTS, Bound
 from orchestra.plan.frameworks import OWN
@@ -17,6 +18,8 @@ from orchestra.sizes.topology import Layout
 from orchestra.sizes.units import GIB
 
 HEADER = ("dp", "tp", "pp", "cp", "ep", "zero", "batch", "recompute", "tok/s", "MFU", "GiB")
+# How a mixture's tokens come to their experts: as a router says, or as many to each.
+REAL, FORCED = "real routing", "forced-balanced"
 _KNOB_WORDS = {"shard_degree": "zero over", "micro_batch_size": "micro-batch"}
 
 
@@ -58,6 +61,49 @@ def model(config: ModelConfig) -> str:
     """Return a model's name and size: of a mixture of experts also what one token goes through."""
     active = f", {num_active_parameters(config):,} active" if config.num_experts else ""
     return f"{config.name}: {num_parameters(config):,} parameters{active}"
+
+
+def batch(train: TrainConfig, num_sequences: int) -> list[str]:
+    """Return what a step trains on, which of a ramp is its last batch, and how it gets there."""
+    num_tokens = num_sequences * train.seq_len
+    lines = [*ramp_lines(train), f"batch   {num_sequences:,} × {train.seq_len:,} = {num_tokens:,} tokens"]
+    if train.batch_ramp:
+        lines.append("        the last of the ramp: times and memory are of it")
+    return [part for line in lines for part in figures.wrapped(line, indent=" " * 8)]
+
+
+def routing(prediction: Prediction) -> list[str]:
+    """Return what of a mixture's routing is counted, and what even routing would make of it."""
+    case = prediction.case
+    if not case.model.num_experts:
+        return []
+    if case.framework.name != OWN:
+        return [f"{FORCED}, as figures of {case.framework.name} are measured; real routing is slower with ep"]
+    if case.layout.ep == 1:
+        return [f"{REAL}, as fast as {FORCED}: each rank has all experts"]
+    busiest = f"the busiest rank of ep {case.layout.ep} {case.framework.uneven_routing:g} times the mean"
+    even = prediction.if_balanced
+    speed = f"{figures.quantity(even.tokens_per_s_per_device)} tokens/s per device"
+    return [f"{REAL}: {busiest}; {FORCED} {speed}, {even.time.total:.3g} s a step"]
+
+
+def routing_facts(prediction: Prediction) -> dict[str, Any] | None:
+    """Return the same for programs; None where there are no experts, and the real routing of other trainers
+    is None, of which nothing is known.
+    """
+    case = prediction.case
+    if not case.model.num_experts:
+        return None
+    even, is_own = prediction.if_balanced, case.framework.name == OWN
+    return {
+        "counted": REAL if is_own else FORCED,
+        "busiest_over_mean": case.framework.uneven_routing if case.layout.ep > 1 else 1.0,
+        "step_time_s": {REAL: prediction.time.total if is_own else None, FORCED: even.time.total},
+        "tokens_per_s_per_device": {
+            REAL: prediction.tokens_per_s_per_device if is_own else None,
+            FORCED: even.tokens_per_s_per_device,
+        },
+    }
 
 
 def gib(num_bytes: float) -> str:
@@ -160,6 +206,7 @@ def facts(prediction: Prediction) -> dict[str, Any]:
         "peak_memory_bytes": round(prediction.peak.total),
         "step_time_s": prediction.time.total,
         "step_time_parts_s": {name: getattr(prediction.time, name) for name in PARTS},
+        "routing": routing_facts(prediction),
     }
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from conf.schema import Config, LauncherName, ModelConfig
+from conf.schema import Config, LauncherName, ModelConfig, PrecisionName, TrainConfig
 from launchers import LauncherError
 from launchers.slurm.switches import fabric
 from orchestra.cli.plan import case_for, configuration, goodput_mode, layout_words, print_result
@@ -16,6 +16,7 @@ from orchestra.cli.text import axis_links, figures
 from orchestra.config.machine import Situation
 from orchestra.errors import EXIT_DONE, EXIT_FAILED
 from orchestra.plan.case import PlanCase, has_idle_stage
+from orchestra.plan.frameworks import OWN
 from orchestra.plan.predict import (
     Prediction,
     StepTime,
@@ -80,7 +81,7 @@ def run(arguments: Namespace) -> int:
 
 def _lines(config: Config, prediction: Prediction) -> list[str]:
     return [
-        *header(prediction.case),
+        *header(config.train, prediction.case),
         *_about_block(prediction.case.model),
         "",
         *_memory(prediction),
@@ -89,6 +90,7 @@ def _lines(config: Config, prediction: Prediction) -> list[str]:
         *_range(prediction),
         "",
         *_speed(prediction),
+        *_routing(prediction),
         *_cost(config, prediction),
         *figures.wrapped(goodput_mode.summary(config, prediction), indent=" " * 8),
         *_leaves(config, prediction.case),
@@ -135,19 +137,18 @@ def _sources(case: PlanCase) -> list[str]:
     ]
 
 
-def header(case: PlanCase) -> list[str]:
-    """Return what is predicted: model, layout, batch and devices."""
+def header(train: TrainConfig, case: PlanCase) -> list[str]:
+    """Return what is predicted: model, layout, batch and devices. Of a ramp it is its last batch."""
     model, mesh = case.model, case.layout
     used = [*layout_words.degrees(mesh), *layout_words.zero(case)]
     used += ["sequence parallel"] if case.sequence_parallel and mesh.tp > 1 else []
-    size = case.tokens_per_step // case.seq_len
     parts = f"micro-batch {case.micro_batch_size} × accumulation {case.accumulation} × dp {mesh.dp}"
     nodes = f"{case.num_nodes} node{'s' if case.num_nodes > 1 else ''}"
     return [
         f"model   {layout_words.model(model)}, {case.precision.value}",
         f"layout  {', '.join(used)}",
         *(f"        schedule {words}" for words in layout_words.schedule(case)),
-        f"batch   {size:,} × {case.seq_len:,} = {case.tokens_per_step:,} tokens",
+        *layout_words.batch(train, case.tokens_per_step // case.seq_len),
         f"        {parts}, recompute {case.recompute.value}",
         f"device  {mesh.world_size:,} × {case.device.name} on {nodes}",
         *axis_links.lines(
@@ -240,6 +241,13 @@ def _speed(prediction: Prediction) -> list[str]:
     return [f"speed   {each:,.0f} tokens/s per device, {figures.quantity(whole)} in all; {shares}"]
 
 
+def _routing(prediction: Prediction) -> list[str]:
+    texts = layout_words.routing(prediction)
+    if texts and prediction.case.precision is PrecisionName.fp16 and prediction.case.framework.name == OWN:
+        texts.append("experts in fp16 are counted as in bf16, which alone has a kernel for all of them")
+    return [line for text in texts for line in figures.wrapped(text, "experts ", " " * 8)]
+
+
 def _cost(config: Config, prediction: Prediction) -> list[str]:
     seconds = run_seconds(prediction, config.train)
     hours = seconds / _HOUR_S * prediction.case.layout.world_size
@@ -289,6 +297,7 @@ def _facts(config: Config, prediction: Prediction) -> dict[str, Any]:
             "if_stages_wait": prediction.time_if_stages_wait,
         },
         "step_time_parts_s": {name: getattr(prediction.time, name) for name in _PARTS},
+        "routing": layout_words.routing_facts(prediction),
         "tokens_per_s": prediction.tokens_per_s,
         "tokens_per_s_per_device": prediction.tokens_per_s_per_device,
         "mfu": prediction.mfu,

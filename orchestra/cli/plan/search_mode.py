@@ -131,7 +131,9 @@ def ask(typed: list[str]) -> SearchRequest:
         # What is trained on is up to whoever submits: planning alone needs none.
         overrides=tuple(each for each in overrides if each in typed or each != "data=stdlib"),
         num_sequences=global_batch_size(free, world_size(config) or 1),
-        is_batch_assumed=not (given.train.global_batch_size or given.train.global_batch_tokens),
+        is_batch_assumed=not any(
+            (given.train.global_batch_size, given.train.global_batch_tokens, given.train.batch_ramp)
+        ),
         fixed=_fixed(config, checked),
         broken=broken,
     )
@@ -164,9 +166,11 @@ def _fixed(config: Config, checked: Checked) -> Fixed:
 def _no_layout(request: SearchRequest) -> str:
     kept = ", ".join(f"{name}={layout_words.value(value)}" for name, value in request.kept.items())
     ranks = request.config.cluster.nodes * int(request.config.cluster.gpus_per_node)
+    ramp = request.config.train.batch_ramp
+    batches = "each batch of the ramp" if ramp else f"{request.num_sequences:,} sequences"
     return (
-        f"no layout of {ranks:,} ranks shares out {request.num_sequences:,} sequences"
-        f"{f' with {kept}' if kept else ''}; give other values, or another train.global_batch_size"
+        f"no layout of {ranks:,} ranks shares out {batches}{f' with {kept}' if kept else ''}; give other "
+        f"values, or another train.{'batch_ramp' if ramp else 'global_batch_size'}"
     )
 
 
@@ -179,7 +183,7 @@ def _lines(request: SearchRequest, result: SearchResult) -> list[str]:
 
 def _header(request: SearchRequest, result: SearchResult) -> list[str]:
     base = result.space.base
-    device, num_tokens = base.device, request.num_sequences * base.seq_len
+    device = base.device
     nodes = f"{base.num_nodes:,} node{'s' if base.num_nodes > 1 else ''}"
     usable = f"{layout_words.gib(device.usable_bytes)} of {layout_words.gib(device.memory_bytes)} GiB usable"
     kept = ", ".join(
@@ -187,7 +191,7 @@ def _header(request: SearchRequest, result: SearchResult) -> list[str]:
     )
     return [
         f"model   {layout_words.model(base.model)}, {base.precision.value}",
-        f"batch   {request.num_sequences:,} × {base.seq_len:,} = {num_tokens:,} tokens",
+        *layout_words.batch(request.config.train, request.num_sequences),
         f"device  {base.layout.world_size:,} × {device.name} on {nodes}, {usable}",
         f"search  {result.num_layouts:,} layouts, {result.num_fitting:,} fit; profile {base.framework.name}",
         *(_wrapped("kept", f"as given: {kept}") if kept else []),
@@ -234,6 +238,8 @@ def _portrait(title: str, result: SearchResult, layout: Prediction) -> Iterator[
     yield from _wrapped(title, layout_words.line(layout))
     speed = f"{layout.tokens_per_s_per_device:,.0f} tokens/s per device"
     yield f"{_INDENT}{speed}, MFU {figures.percent(layout.mfu)}, {layout_words.gib(layout.peak.total)} GiB"
+    for routing in layout_words.routing(layout):
+        yield from _wrapped("", routing)
     usable_bytes = layout.case.device.usable_bytes
     for bound in bounds(result.space, layout)[:_NUM_BOUNDS]:
         yield from _wrapped("", f"bound by {layout_words.bound(bound, usable_bytes)}")

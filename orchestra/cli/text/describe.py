@@ -32,7 +32,7 @@ from orchestra.submit.launch import threads_per_rank, usable_cores
 
 if TYPE_CHECKING:
     # `status` and its like need none of these, and answer faster without.
-    from conf.schema import Config, ModelConfig
+    from conf.schema import Config, ModelConfig, TrainConfig
     from orchestra.cli.text.progress import Summary
     from orchestra.sizes.topology import Layout
 
@@ -55,7 +55,7 @@ def header(config: Config, run: RunDir, attempt: int = 0, from_step: int | None 
         f"run     {name_of(run)}",
         f"model   {_size(model)}, {config.precision.name.value}",
         f"layout  {_layout(mesh, config)}",
-        *_ramp(config),
+        *ramp_lines(config.train),
         f"batch   {size} × {seq_len} = {size * seq_len:,} tokens per step",
         f"        {_shares(mesh, config)}",
         *_pipeline(mesh, config),
@@ -64,13 +64,13 @@ def header(config: Config, run: RunDir, attempt: int = 0, from_step: int | None 
     ]
 
 
-def _ramp(config: Config) -> list[str]:
+def ramp_lines(train: TrainConfig) -> list[str]:
     """Say how the batch grows: a line for each of its sizes."""
-    counts = batch_ramp(config.train).num_steps(config.train.steps) if config.train.batch_ramp else []
-    seq_len = config.train.seq_len
+    counts = batch_ramp(train).num_steps(train.steps) if train.batch_ramp else []
     return [
-        f"ramp    {stage.global_batch_size} × {seq_len} = {stage.global_batch_size * seq_len:,} tokens per "
-        f"step, {count:,} steps from step {stage.first_step:,} on"
+        f"ramp    {stage.global_batch_size:,} × {train.seq_len:,} = "
+        f"{stage.global_batch_size * train.seq_len:,} tokens per step, {count:,} steps from step "
+        f"{stage.first_step:,} on"
         for stage, count in counts
     ]
 
@@ -319,7 +319,8 @@ def used_lines(used: Spending) -> list[str]:
     known: list[str] = []
     unknown: dict[str | None, list[str]] = {}
     if used.gpu_hours is not None:
-        known.append(f"{used.gpu_hours:.2f} GPU-hours")
+        idle = f", {used.idle_gpu_hours:.2f} of them idle" if used.idle_gpu_hours else ""
+        known.append(f"{used.gpu_hours:.2f} GPU-hours{idle}")
     else:
         unknown.setdefault(used.no_gpu_hours, []).append("GPU-hours")
     if used.cost is not None:

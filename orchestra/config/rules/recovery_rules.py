@@ -14,13 +14,13 @@ from orchestra.config.machine import Situation, data_parallel, world_size
 from orchestra.errors import ConfigError
 from orchestra.run.events import is_number, is_whole
 from orchestra.run.planned_faults import ALL, KEYS
-from orchestra.sizes.topology import batch_shape, has_open_micro_batch, layout, listed
+from orchestra.sizes.topology import batch_problems, layout, listed
 
 # An agent beats about once a second, and a shared file system shows it to others some seconds later.
 _SHORTEST_SILENCE_S = 5.0
 
 
-def rule_min_nodes(config: Config, _: Situation) -> Iterator[str]:
+def rule_min_nodes(config: Config, situation: Situation) -> Iterator[str]:
     """A run that may shrink must have a layout on fewer nodes, with the same global batch."""
     nodes, least, ranks = config.cluster.nodes, config.recovery.min_nodes, config.cluster.gpus_per_node
     if least is None or least < 1 or nodes < 1:
@@ -28,10 +28,11 @@ def rule_min_nodes(config: Config, _: Situation) -> Iterator[str]:
     if least > nodes:
         yield f"recovery.min_nodes={least} is above cluster.nodes={nodes}; use at most that"
         return
-    if isinstance(ranks, str) or ranks < 1 or _problem(config, nodes * ranks) is not None:
+    begin = situation.from_step
+    if isinstance(ranks, str) or ranks < 1 or _problem(config, nodes * ranks, begin) is not None:
         return
     fewer = range(nodes - 1, least - 1, -1)
-    problems = [_problem(config, count * ranks) for count in fewer]
+    problems = [_problem(config, count * ranks, begin) for count in fewer]
     if problems and None not in problems:
         within = f"{least} to {nodes - 1} nodes" if least < nodes - 1 else f"{least} nodes"
         yield (
@@ -54,14 +55,12 @@ def rule_range_of_nodes(config: Config, _: Situation) -> Iterator[str]:
         )
 
 
-def _problem(config: Config, num_ranks: int) -> str | None:
+def _problem(config: Config, num_ranks: int, from_step: int) -> str | None:
     try:
         mesh = layout(config.parallelism, num_ranks)
-        if not has_open_micro_batch(config.train):
-            batch_shape(config.train, mesh.dp)
     except ConfigError as error:
         return error.problems[0]
-    return None
+    return next(batch_problems(config.train, mesh.dp, from_step), None)
 
 
 def rule_spare_nodes(config: Config, _: Situation) -> Iterator[str]:

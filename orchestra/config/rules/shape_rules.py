@@ -328,8 +328,8 @@ def rule_reduce_dtype(config: Config, _: Situation) -> Iterator[str]:
         )
 
 
-def rule_batch(config: Config, _: Situation) -> Iterator[str]:
-    """GBS = MBS × GA × DP for a whole GA."""
+def rule_batch(config: Config, situation: Situation) -> Iterator[str]:
+    """GBS = MBS × GA × DP for a whole GA, in each batch that is still trained."""
     train = config.train
     if not _positive(train.seq_len):
         return
@@ -349,7 +349,7 @@ def rule_batch(config: Config, _: Situation) -> Iterator[str]:
     if parts or any(tokens is not None and tokens < 1 for tokens in named.values()):
         return
     # Where the layout is not known or itself wrong, what must hold for any is checked.
-    yield from batch_problems(train, data_parallel(config) or 1)
+    yield from batch_problems(train, data_parallel(config) or 1, situation.from_step)
 
 
 def rule_batch_ramp(config: Config, _: Situation) -> Iterator[str]:

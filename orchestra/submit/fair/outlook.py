@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from conf.schema import ClusterConfig, Requeue
 from launchers import LauncherError
 from launchers.slurm.commands import settings
 from launchers.slurm.fair_share import (
+    Counted,
     PartitionTerms,
     Standing,
     billing,
+    counted,
     partition_terms,
     standings,
 )
@@ -27,11 +29,13 @@ from orchestra.submit.site import Site
 from orchestra.submit.sweeps.arrays import PlannedArray
 
 _OPTION = re.compile(r"^#SBATCH --([\w-]+)(?:=(.*))?$", re.MULTILINE)
-_GPUS = re.compile(r"(?:^|,)(?:gres/)?gpu(?::[^,:()=]+)?[:=](\d+)")
+# One entry of --gres or --tres-per-node: gpu, gpu:4, gpu:a100, gres/gpu:a100:4, gres:gpu=4(S:0).
+_GPUS = re.compile(r"(?:gres[:/])?gpu(?:[:=](?P<words>[^(]*))?(?:\(.*\))?")
 _MEMORY = re.compile(r"(\d+)([KMGT]?)B?")
 _MEGABYTES = {"K": 1 / 1024, "": 1.0, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
-# Options in a site's own words by which a job may get GPUs; only --gres says how many of a node's.
-_OTHER_GPUS = ("gpus", "gpus-per-task", "gpus-per-socket")
+# Options in a site's own words by which a job may get GPUs; only --gres and
+# --tres-per-node say how many of a node's.
+_OTHER_GPUS = ("gpus", "gpus-per-task", "gpus-per-socket", "tres-per-task")
 _ASK_S = 5.0
 
 
@@ -123,12 +127,13 @@ def outlook(arrays: Sequence[PlannedArray], cluster: ClusterConfig, site: Site) 
     scripts = {planned.template: planned.script() for planned in arrays}
     partitions = {template: _options(script).get("partition") for template, script in scripts.items()}
     terms = {name: _terms(site, name) for name in dict.fromkeys(partitions.values())}
-    takes_most = any(known.weights for known, _ in terms.values()) and _takes_most()
+    has_weights = any(known.weights for known, _ in terms.values())
+    counts = _counted() if has_weights else Counted.all
     kinds: dict[str, int] = {}
     for planned in arrays:
         kinds[planned.template] = kinds.get(planned.template, 0) + len(planned.array.tasks)
     costs = [
-        cost_of(scripts[template], number, terms[partitions[template]][0], takes_most=takes_most)
+        cost_of(scripts[template], number, terms[partitions[template]][0], counts)
         for template, number in kinds.items()
     ]
     account = _options(next(iter(scripts.values()), "")).get("account")
@@ -147,20 +152,21 @@ def outlook(arrays: Sequence[PlannedArray], cluster: ClusterConfig, site: Site) 
 
 
 def cost_of(
-    script: str, num_jobs: int = 1, terms: PartitionTerms | None = None, *, takes_most: bool = False
+    script: str, num_jobs: int = 1, terms: PartitionTerms | None = None, counts: Counted = Counted.all
 ) -> JobCost:
     """Return what the jobs of a batch script ask for and cost at most."""
     options, terms = _options(script), terms or PartitionTerms()
     fewest, _, most = options.get("nodes", "1").partition("-")
     nodes, gpus = int(most or fewest), _gpus(options)
-    cores = options.get("cpus-per-task", "")
+    # Alone on its nodes a job has, and is billed, all their cores.
+    cores = "" if options.get("exclusive") == "" else options.get("cpus-per-task", "")
     cost = JobCost(
         num_jobs=num_jobs,
         fewest_nodes=int(fewest),
         most_nodes=nodes,
         gpus_per_node=gpus,
         cores_per_node=int(cores) if cores.isdecimal() else None,
-        limit_s=_seconds(options.get("time") or terms.time_limit),
+        limit_s=_limit_s(options.get("time"), terms),
         constraint=options.get("constraint"),
     )
     if not terms.weights:
@@ -168,7 +174,7 @@ def cost_of(
     per_node = {"node": 1.0, "cpu": cost.cores_per_node, "gres/gpu": gpus, "mem": _memory(options)}
     amounts = {name: amount * nodes for name, amount in per_node.items() if amount is not None}
     left_out = tuple(name for name in terms.weights if name not in amounts)
-    bills = billing(terms.weights, amounts, takes_most=takes_most)
+    bills = billing(terms.weights, amounts, counts)
     return dataclasses.replace(cost, billing=bills, not_billed=left_out)
 
 
@@ -179,17 +185,29 @@ def _options(script: str) -> dict[str, str]:
 def _gpus(options: dict[str, str]) -> int | None:
     """Return the GPUs of each node; None where the script says them in a way that leaves it open."""
     if "gpus-per-node" in options:
-        count = options["gpus-per-node"].rpartition(":")[2]
-        return int(count) if count.isdecimal() else None
+        return sum(_count(kind) for kind in options["gpus-per-node"].split(","))
     if any(name in options for name in _OTHER_GPUS):
         return None
-    return sum(int(count) for count in _GPUS.findall(options.get("gres", "")))
+    entries = [entry for name in ("gres", "tres-per-node") for entry in options.get(name, "").split(",")]
+    matches = (_GPUS.fullmatch(entry.strip()) for entry in entries)
+    return sum(_count(match["words"] or "") for match in matches if match is not None)
+
+
+def _count(words: str) -> int:
+    """Return how many GPUs are asked for by `4`, `a100:4` or `a100`: one where there is no number."""
+    number = re.split("[:=]", words)[-1]
+    return int(number) if number.isdecimal() else 1
 
 
 def _memory(options: dict[str, str]) -> float | None:
     """Return the megabytes of each node; None where nothing or all of a node's is asked for."""
     match = _MEMORY.fullmatch(options.get("mem", ""))
     return None if match is None or match[1] == "0" else int(match[1]) * _MEGABYTES[match[2]]
+
+
+def _limit_s(asked: str | None, terms: PartitionTerms) -> int | None:
+    """Return the time limit; 0 and UNLIMITED ask for none, and end with the partition's longest one."""
+    return _seconds(terms.time_limit) if asked is None else _seconds(asked) or _seconds(terms.longest)
 
 
 def _seconds(text: str | None) -> int | None:
@@ -209,20 +227,25 @@ def _terms(site: Site, partition: str | None) -> tuple[PartitionTerms, str | Non
         found = [partition_terms(name) for name in names]
     except LauncherError as error:
         return PartitionTerms(), str(error)
-    limits = {each.time_limit for each in found}
-    limit = limits.pop() if len(limits) == 1 else None
+    limit, longest = _same(each.time_limit for each in found), _same(each.longest for each in found)
     if len({each.words for each in found}) > 1:
-        return PartitionTerms(
-            limit
-        ), f"partitions {', '.join(names)} differ, and any of them may take the job"
-    return (dataclasses.replace(found[0], time_limit=limit) if found else PartitionTerms()), None
+        why = f"partitions {', '.join(names)} differ, and any of them may take the job"
+        return PartitionTerms(limit, longest), why
+    shared = dataclasses.replace(found[0], time_limit=limit, longest=longest) if found else PartitionTerms()
+    return shared, None
 
 
-def _takes_most() -> bool:
+def _same(texts: Iterable[str | None]) -> str | None:
+    """Return what all of them say; None where they differ."""
+    known = set(texts)
+    return known.pop() if len(known) == 1 else None
+
+
+def _counted() -> Counted:
     try:
-        return "MAX_TRES" in settings(_ASK_S).get("PriorityFlags", "")
+        return counted(settings(_ASK_S).get("PriorityFlags", ""))
     except LauncherError:
-        return False
+        return Counted.all
 
 
 def _standings(site: Site, account: str | None) -> tuple[list[Standing], str | None]:

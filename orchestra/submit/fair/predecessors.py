@@ -16,13 +16,13 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from launchers.slurm.queue import RUNNING, UNKNOWN, job_and_tasks
+from launchers.slurm.queue import RUNNING, WAITING, job_and_tasks
 from orchestra.errors import ConfigError, LaunchError
 from orchestra.recovery.history import last_attempt
 from orchestra.report.run_state import RunState, SweepState, is_run, name_of, read_state
 from orchestra.report.scheduler import read_states
 from orchestra.run.events import read_events
-from orchestra.run.files import Record
+from orchestra.run.files import Record, names_in
 from orchestra.run.paths import RunDir, SweepDir, is_sweep
 from orchestra.run.record import RunPhase, read_record
 from orchestra.sizes.units import first_few
@@ -47,11 +47,12 @@ class Predecessor:
 
 
 class Stand(Enum):
-    """Whether a follower begins, waits or ends."""
+    """Whether a follower begins, waits or ends; where that is not known it does none of it yet."""
 
     done = "done"
     goes_on = "goes on"
     ended = "ended"
+    not_known = "not known"
 
 
 @dataclass(frozen=True)
@@ -85,30 +86,48 @@ def record_of(predecessors: Iterable[Predecessor]) -> list[Record]:
 
 
 def progress(predecessors: Sequence[Predecessor], now: float) -> tuple[list[PredecessorProgress], list[str]]:
-    """Return how each stands at Unix time `now`, and why Slurm could not be asked if it could not."""
+    """Return how each stands at Unix time `now`, and what keeps that from being known: Slurm that could not
+    be asked, or records that cannot be read.
+    """
     places = [each.place for each in predecessors]
     states, problems = read_states([place for place in places if place is not None], now)
     known = iter(states)
-    gone = "is gone: its directory holds no run any more"
     found = [
-        PredecessorProgress(each, Stand.ended, gone) if place is None else _of_state(each, next(known))
+        _without_record(each) if place is None else _of_state(each, next(known))
         for each, place in zip(predecessors, places, strict=True)
     ]
-    return found, problems
+    unknown = [f"{one.predecessor.name} {one.words}" for one in found if one.stand is Stand.not_known]
+    return found, [*problems, *unknown]
+
+
+def _without_record(predecessor: Predecessor) -> PredecessorProgress:
+    """Return how a run stands in whose directory none was found: gone, if that can be listed."""
+    try:
+        run, sweep = RunDir(predecessor.path), SweepDir(predecessor.path)
+        records = {run.record.name, run.config.name, sweep.record.name}
+        is_gone = not records.intersection(names_in(predecessor.path))
+    except OSError:
+        is_gone = False
+    if is_gone:
+        return PredecessorProgress(predecessor, Stand.ended, "is gone: its directory holds no run any more")
+    return PredecessorProgress(predecessor, Stand.not_known, f"cannot be read: {predecessor.path}")
 
 
 def _of_state(predecessor: Predecessor, state: RunState | SweepState) -> PredecessorProgress:
     if isinstance(state, RunState):
         return _of_run(predecessor, state)
-    if state.problem is not None or not state.members:
-        return PredecessorProgress(
-            predecessor, Stand.ended, f"cannot be read ({state.problem or 'it has no members'})"
-        )
+    if state.problem is not None:
+        return PredecessorProgress(predecessor, Stand.not_known, f"cannot be read ({state.problem})")
+    if not state.members:
+        return PredecessorProgress(predecessor, Stand.ended, "has no members")
     each = [(f"{member.member.index:03d}", _of_run(predecessor, member.state)) for member in state.members]
     if going := [one for _, one in each if one.stand is Stand.goes_on]:
         # Of tasks (12_3) the whole array: words for a thousand tasks are more than Slurm takes.
         jobs = dict.fromkeys(job_and_tasks(job)[0] for one in going for job in one.jobs)
         return PredecessorProgress(predecessor, Stand.goes_on, f"has {len(going)} members to go", tuple(jobs))
+    if unknown := [f"{number} {one.words}" for number, one in each if one.stand is Stand.not_known]:
+        words = f"has members of which nothing is known: {first_few(unknown)}"
+        return PredecessorProgress(predecessor, Stand.not_known, words)
     if bad := [f"{number} {one.words}" for number, one in each if one.stand is Stand.ended]:
         return PredecessorProgress(
             predecessor, Stand.ended, f"has members that are not done: {first_few(bad)}"
@@ -124,6 +143,12 @@ def _of_run(predecessor: Predecessor, state: RunState) -> PredecessorProgress:
     if state.state.is_alive or is_being_ended:
         words = "is still being ended by Slurm" if not state.state.is_alive else f"is {state.state}"
         return PredecessorProgress(predecessor, Stand.goes_on, words, _jobs(state))
+    if state.state.goes_on:
+        why = state.cause or "led from another host, and silent for long"
+        words = (
+            f"cannot be read ({why})" if state.state is RunPhase.unreadable else f"is {state.state} ({why})"
+        )
+        return PredecessorProgress(predecessor, Stand.not_known, words)
     facts = [f"exit code {state.code}" if state.code is not None else "", state.cause or ""]
     why = ": ".join(filter(None, facts))
     verb = f"was {state.state}" if state.state in _WAS else str(state.state)
@@ -133,12 +158,15 @@ def _of_run(predecessor: Predecessor, state: RunState) -> PredecessorProgress:
 
 
 def _jobs(state: RunState) -> tuple[str, ...]:
-    """Return the jobs that a run is in or waits for on this cluster."""
-    job = state.submitted
-    if job is None or (state.job_state == UNKNOWN and state.asked_cluster is not None):
+    """Return the jobs that a run is in or waits for, by Slurm's word: the end of any other one has been, and
+    says nothing of it.
+    """
+    if state.submitted is None or state.job_state not in (*WAITING, *RUNNING):
         return ()
-    labels = [state.job or job.label, *(other.label for other in job.alternatives)]
-    return tuple(dict.fromkeys(label for label in labels if label is not None))
+    labels = (state.job, *(one.label for one in (*state.submitted.alternatives, state.submitted)))
+    # Of several kinds one trains: where none has begun yet, all of them are waited for.
+    several = labels if state.submitted.alternatives else labels[:1]
+    return tuple(dict.fromkeys(label for label in several if label is not None))
 
 
 @dataclass(frozen=True)

@@ -293,9 +293,12 @@ def _resumed_member(existing: MemberRun, changes: MemberChanges) -> ResumedMembe
     number = 0 if is_new else attempt
     frozen = config = without_past_faults(before or read_config(run.config), number)
     if changes.overrides:
-        config = changed_config(frozen, changes.overrides, changes.situation)
         step = None if is_new else newest_checkpoint(read_events(run))
-        ResumeChanges(frozen, config, step).refuse_jump(changes.accepts_jump)
+        situation = replace(changes.situation, from_step=step or 0)
+        config = changed_config(frozen, changes.overrides, situation)
+        ways = ResumeChanges(frozen, config, step)
+        ways.refuse_other_past(run)
+        ways.refuse_jump(changes.accepts_jump)
     return ResumedMember(member, number, config, is_new, existing.num_jobs)
 
 

@@ -12,7 +12,6 @@ activations grow with the number of sequences. The choice is made once an attemp
 from __future__ import annotations
 
 import gc
-import math
 import resource
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +28,7 @@ from orchestra.errors import ConfigError
 from orchestra.parallel.mesh import Mesh, RankEnvironment, make_mesh
 from orchestra.run.events import EventWriter
 from orchestra.sizes.pipeline_schedule import pipeline_shape
-from orchestra.sizes.topology import StepBatches, batch_shape, divisors
+from orchestra.sizes.topology import batch_shape, divisors, rank_share
 from orchestra.train.build import build_training
 from orchestra.train.dry_build import (
     allow_fake_groups,
@@ -85,8 +84,9 @@ def choose_micro_batch_size(config: Config, mesh: Mesh, ranks: RankEnvironment) 
 
     At least 1, though the training itself may then run out of memory. *Collective*.
     """
-    stages_of_ramp = StepBatches(_with_size(config, 1).train, mesh.layout.dp).ramp.stages
-    share = math.gcd(*(stage.global_batch_size // mesh.layout.dp for stage in stages_of_ramp))
+    # Raises where not even one sequence a micro-batch would do.
+    batch_shape(_with_size(config, 1).train, mesh.layout.dp)
+    share = rank_share(config.train, mesh.layout.dp)
     # A pipeline whose ranks wait for most of a step is no choice, whatever fits.
     stages = pipeline_shape(config.parallelism).num_stages if mesh.layout.pp > 1 else 0
     sizes = [size for size in divisors(share) if share // size >= 2 * stages] or [1]

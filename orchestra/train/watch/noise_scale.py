@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import deque
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -39,8 +40,14 @@ class NoiseScale(StepHook):
     """
 
     def __init__(
-        self, every_steps: int, parallelized: Parallelized, batches: StepBatches, mesh: Mesh
+        self,
+        every_steps: int,
+        parallelized: Parallelized,
+        batches: StepBatches,
+        mesh: Mesh,
+        measured: Iterable[Sequence[float]] = (),
     ) -> None:
+        """`measured`: what an earlier attempt measured since its last row."""
         self._every_steps = every_steps
         self._parallel = parallelized
         self._batches = batches
@@ -52,7 +59,10 @@ class NoiseScale(StepHook):
         self._partial: dict[str, Tensor] = {}
         # |G|² and tr(Σ) of each measured step since the last row, on the device.
         # Ranks but the one that writes rows never ask for them.
-        self._measured: deque[Tensor] = deque(maxlen=_MOST_MEASURED)
+        self._measured: deque[Tensor] = deque(
+            (torch.tensor(pair, dtype=torch.float64, device=mesh.device) for pair in measured),
+            maxlen=_MOST_MEASURED,
+        )
 
     def before_forward(self, step: int, tokens_ABS: Tensor, share: float | Tensor) -> None:  # noqa: ARG002
         """Look at the gradients of a step that is due: from here, as the loss gives its own at once."""
@@ -102,12 +112,19 @@ class NoiseScale(StepHook):
                 self._squares += squared_norm([gradient]).to(self._squares.device)
         self._partial.clear()
 
+    @property
+    def measured(self) -> list[list[float]]:
+        """|G|² and tr(Σ) of each sound step since the last row: a checkpoint between two rows keeps them.
+        *Rank 0*; waits for the device.
+        """
+        found = torch.stack([*self._measured]).tolist() if self._measured else []
+        return [pair for pair in found if math.isfinite(pair[0])]
+
     def columns(self) -> dict[str, float]:
         """Return the means since the last call by their columns, of sound steps. *Rank 0*; waits for the
         device.
         """
-        found = torch.stack([*self._measured]).tolist() if self._measured else []
-        measured = [pair for pair in found if math.isfinite(pair[0])]
+        measured = self.measured
         self._measured.clear()
         if not measured:
             return {}
@@ -119,8 +136,14 @@ class NoiseScale(StepHook):
 
 
 def build_noise_scale(
-    train: TrainConfig, parallelized: Parallelized, batches: StepBatches, mesh: Mesh
+    train: TrainConfig,
+    parallelized: Parallelized,
+    batches: StepBatches,
+    mesh: Mesh,
+    measured: Iterable[Sequence[float]] = (),
 ) -> NoiseScale | None:
-    """Return the hook that measures the noise; None where that is not asked for."""
+    """Return the hook that measures the noise, of a run that goes on with what was `measured` since the last
+    row; None where that is not asked for.
+    """
     every = train.noise_scale_every
-    return None if every is None else NoiseScale(every, parallelized, batches, mesh)
+    return None if every is None else NoiseScale(every, parallelized, batches, mesh, measured)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from job_in_slurm import SILENT, Slurm
+from job_in_slurm import NODES, SILENT, Slurm
 
 from conf.schema import Config, Requeue
 from launchers.node_agent import StopRequests
@@ -120,6 +120,25 @@ def test_an_unfit_node_takes_no_more_and_the_last_job_is_queued_again_without_it
     assert "3 members wait for a place, and no other job takes them" in printed
     asked = [call for call in slurm.calls("scontrol") if "show" not in call]
     assert asked == ["scontrol requeue 12_0", "scontrol update JobId=12_0 ExcNodeList=node1"]
+
+
+def test_a_job_that_is_queued_again_keeps_away_from_nodes_that_it_left_out_before(
+    sweep: SweepDir, slurm: Slurm, signals: StopRequests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An earlier start left one out, or Slurm itself did."""
+    array, (run,) = members(sweep, 1)
+    slurm.has_job("12_0", ExcNodeList=NODES.replace("1-2", "2-3"))
+    slurm.tell("job-node[2-3]", "node2\nnode3\n")
+    job, events = asking(RunDir(tmp_path / "other"), PLACE, -1)
+    job.requeue(
+        Decision(Action.requeue, EXIT_FAILED, "hung", rule="suspects", exclude=("node1",)), -1, events
+    )
+    said = (tmp_path / "other" / "events" / "crew.jsonl").read_text()
+    agents_do(tmp_path, monkeypatch, f"mkdir $4/events; echo '{said.strip()}' > $4/events/crew.jsonl")
+    assert NodePack(sweep, array, 1, TASK).work(signals) == EXIT_STOPPED
+    assert newest_place(run, 0) == MemberPlace(0, "12_0", 0, "goes on")
+    (update,) = (call for call in slurm.calls("scontrol") if "update" in call)
+    assert update == "scontrol update JobId=12_0 ExcNodeList=node1,node2,node3"
 
 
 def test_members_that_wait_are_left_to_another_job_of_the_array_else_it_is_an_error(

@@ -17,6 +17,7 @@ from orchestra.cli.look.status_command import shortened
 from orchestra.cli.text import figures
 from orchestra.cli.text.resolve import all_targets, resolve, resolve_target
 from orchestra.errors import EXIT_USAGE, ConfigError
+from orchestra.recovery.accounting import attempt_times
 from orchestra.run.control.stop_requests import read_requests
 from orchestra.run.events import EventWriter, rank_writer
 from orchestra.run.files import JsonLinesWriter
@@ -309,3 +310,55 @@ def test_a_terminal_of_80_columns_gets_twenty_rows_that_fit(tmp_path: Path, slur
     os.close(primary)
     assert (len(table), more) == (21, "and 10 more (10 failed): orchestra status --all")
     assert max(map(len, table)) <= 80
+
+
+def test_a_run_that_somebody_went_on_with_was_resumed_and_not_restarted(
+    orchestra: CommandLine, slurm: FakeSlurm, first: RunDir
+) -> None:
+    """Job 7 began again by itself, by Slurm, and in job 8, which it had asked for; 9 is somebody else's."""
+    agents = [EventWriter(first, f"attempt-{attempt:03d}.node-000", attempt, node=0) for attempt in range(6)]
+
+    def begins(attempt: int, job: str, job_start: int) -> None:
+        agents[attempt].write("attempt_started", node=0, nodes=1, job=job, job_start=job_start)
+
+    begins(0, "7", 0)
+    agents[0].write("restarting", decision="restart", rule="restart_in_place", wait_s=0.0, exclude=[])
+    begins(1, "7", 0)
+    begins(2, "7", 1)
+    agents[2].write("requeued", job="8", how="chain", reason="too few nodes")
+    begins(3, "8", 0)
+    agents[3].write("failed", node=0, code=1, cause="x")
+    begins(4, "9", 0)
+    assert "starts  5 attempts: 3 restarts, 1 resume" in orchestra("status", "first").out
+    agents[4].write("requeued", job="10", how="chain", reason="too few nodes")
+    # It was cancelled before that began.
+    begins(5, "11", 0)
+    assert "starts  6 attempts: 3 restarts, 2 resumes" in orchestra("status", "first").out
+
+
+@pytest.mark.parametrize(
+    ("after", "job", "is_resume"),
+    [
+        ("12_3", "12_3", False),
+        ("12_3", "12_4", False),
+        ("12_3", "13_3", True),
+        (None, None, True),
+        ("7", None, True),
+    ],
+)
+def test_members_that_share_nodes_go_on_in_any_job_of_their_array(
+    after: str | None, job: str | None, is_resume: bool
+) -> None:
+    starts = [
+        {
+            "event": "attempt_started",
+            "time": float(number),
+            "attempt": number,
+            "node": 0,
+            "job": name,
+            "job_start": number,
+        }
+        for number, name in enumerate((after, job))
+    ]
+    before, now = attempt_times(starts, ())
+    assert now.is_resume(before) is is_resume

@@ -270,6 +270,39 @@ def test_prometheus_gets_what_is_known_and_no_zero_for_what_is_not(
     assert [path.name for path in tmp_path.iterdir() if "prom" in path.name] == ["orchestra.prom"]
 
 
+def test_prometheus_gets_the_energy_by_its_own_rules(
+    orchestra: CommandLine, first: RunDir, tmp_path: Path
+) -> None:
+    """Joules of all steps, retrained ones too, as a counter; watts only of a run that trains."""
+    file = tmp_path / "orchestra.prom"
+
+    def exported() -> list[str]:
+        orchestra("watch", "first", *DISK, "--once", "--prometheus", str(file), code=EXIT_ALERT)
+        return [line for line in file.read_text().splitlines() if "joules" in line or "watts" in line]
+
+    assert exported() == []
+    metrics = JsonLinesWriter(first.metrics)
+    for step in (31, 32, 32):
+        row = {"step": step, "time": time.time() - 3600, "energy_j": 600.0, "power_w": 75.0, "attempt": 0}
+        metrics.write(row)
+    metrics.close()
+    # A part of the steps is not the whole, but the power now is known.
+    assert [line.split()[-1] for line in exported() if line[0] != "#"] == ["75.0"]
+    rows = [json.loads(line) for line in first.metrics.read_text().splitlines()]
+    first.metrics.write_text("".join(json.dumps({"energy_j": 10.0, **row}) + "\n" for row in rows))
+    of_run = f'{{run="first",path="{first.path}"}}'
+    assert [line for line in exported() if not line.startswith("# HELP")] == [
+        "# TYPE orchestra_run_energy_joules_total counter",
+        f"orchestra_run_energy_joules_total{of_run} {30 * 10.0 + 3 * 600.0}",
+        "# TYPE orchestra_run_gpu_power_watts gauge",
+        f"orchestra_run_gpu_power_watts{of_run} 75.0",
+    ]
+    EventWriter(first, "attempt-000.node-000", 0, node=0).write("finished", node=0, code=0, cause="finished")
+    orchestra("watch", "first", *DISK, "--once", "--prometheus", str(file))
+    assert "energy_joules_total" in (text := file.read_text())
+    assert "power_watts" not in text
+
+
 def test_a_dry_run_sends_and_records_nothing(
     orchestra: CommandLine, first: RunDir, posts: tuple[Posts, str]
 ) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +14,7 @@ from orchestra.config.compose import changed_config, compose
 from orchestra.config.machine import Situation
 from orchestra.errors import ConfigError
 from orchestra.run.config_file import read_config, write_config
+from orchestra.run.paths import RunDir
 from orchestra.submit.resume_changes import ResumeChanges
 
 CPU = Situation("run", num_gpus=0)
@@ -95,7 +99,7 @@ def test_all_problems_come_together(frozen: Config) -> None:
         assert word in found
 
 
-def test_a_ramp_may_change_batches_to_come_and_none_that_steps_had(frozen: Config) -> None:
+def test_a_ramp_may_change_batches_to_come_and_none_that_steps_had(frozen: Config, tmp_path: Path) -> None:
     size = frozen.train.global_batch_size
     assert size is not None
     tokens = size * frozen.train.seq_len
@@ -109,11 +113,35 @@ def test_a_ramp_may_change_batches_to_come_and_none_that_steps_had(frozen: Confi
     # What other code asks of the batch is the last one.
     assert (grown.train.global_batch_size, grown.train.global_batch_tokens) == (None, 4 * tokens)
     changes = ResumeChanges(frozen, grown, 20)
-    changes.refuse_other_past()
+    changes.refuse_other_past(RunDir(tmp_path))
     assert changes.tokens_left == 40 * 4 * tokens
     for other in (ramp(until=19), ramp(until=20, first=2)):
         with pytest.raises(ConfigError, match=r"steps 1 to 20 were trained on .* keep the batches"):
-            ResumeChanges(frozen, other, 20).refuse_other_past()
+            ResumeChanges(frozen, other, 20).refuse_other_past(RunDir(tmp_path))
+    # The run trained steps 11 to 20 on twice as much, whatever its configuration says now.
+    rows = [{"step": step, "tokens": (step + max(0, step - 10)) * tokens} for step in (4, 8, 12, 16)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    doubled = changed_config(frozen, [f"train.global_batch_tokens={2 * tokens}"], CPU)
+    said = f"[{{tokens: 0, global_batch_tokens: {tokens}}}, {{tokens: {10 * tokens}, global_batch_tokens: "
+    for last in ("", f", {{tokens: {30 * tokens}, global_batch_tokens: {4 * tokens}}}"):
+        config = changed_config(frozen, [f"train.batch_ramp={said}{2 * tokens}}}{last}]"], CPU)
+        ResumeChanges(doubled, config, 20).refuse_other_past(RunDir(tmp_path))
+        # One that is what the run has is not asked again.
+        ResumeChanges(config, config, 20).refuse_other_past(RunDir(tmp_path))
+    for other in (
+        ramp(until=20),
+        ramp(until=21),
+        changed_config(config, ["train.global_batch_size=16"], CPU),
+    ):
+        with pytest.raises(ConfigError, match=rf"steps 1 to 12 were trained on .* tokens: {30 * tokens} or"):
+            ResumeChanges(doubled if other.train.batch_ramp else config, other, 20).refuse_other_past(
+                RunDir(tmp_path)
+            )
+    # Nobody gave the batch, which was that of 2 ranks: of steps after the last row the rows say it too.
+    rows = [{"step": step, "tokens": 2 * step * tokens} for step in (4, 8, 12, 16)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = replace(frozen, train=replace(frozen.train, global_batch_size=None, global_batch_tokens=None))
+    ResumeChanges(own, ramp(until=40, first=2), 18).refuse_other_past(RunDir(tmp_path))
     (twice,) = problems(
         frozen, "train.batch_ramp=[{tokens: 0, global_batch_tokens: 4096}]", "train.global_batch_size=16"
     )

@@ -121,6 +121,25 @@ def test_compile_is_a_truth_value_or_auto_in_overrides_presets_and_frozen_runs(
     assert read_config(tmp_path / "config.yaml") == of_override
 
 
+def test_a_model_that_inherits_from_another_one_has_its_own_name(tmp_path: Path) -> None:
+    presets = {
+        "model/mine": "defaults: [debug]\nhidden_size: 256\n",
+        "model/named": "defaults: [debug]\nname: other\n",
+        "experiment/tiny": (tiny := "# @package _global_\ndefaults: [{override /model: mine}]\n"),
+        "experiment/called": f"{tiny}model: {{name: ours}}\n",
+    }
+    for preset, text in presets.items():
+        (tmp_path / preset).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{preset}.yaml").write_text(text)
+
+    def name(*overrides: str) -> str:
+        return compose([f"hydra.searchpath=[{tmp_path}]", *overrides], HERE).config.model.name
+
+    assert (name("model=mine"), name("model=named"), name()) == ("mine", "other", "debug")
+    assert (name("experiment=tiny"), name("experiment=called")) == ("mine", "ours")
+    assert name("model=mine", "model.name=said") == "said"
+
+
 def test_a_refused_value_is_not_blamed_for_being_missing() -> None:
     found = problems("data=tokens", "data.blend=[{path: x, wieght: 2}]")
     assert found == ["data.blend[0].wieght: no such key; did you mean weight?"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,25 @@ def test_refusal_silence_and_absence_are_told_apart(slurm: FakeSlurm) -> None:
     slurm.put("squeue", "exec sleep 60")
     with pytest.raises(SlurmSilent, match=r"within 0\.2 s"):
         output_of(("squeue",), timeout_s=0.2)
+
+
+def test_a_wrapper_that_hangs_ends_with_what_it_has_started(slurm: FakeSlurm) -> None:
+    slurm.put("squeue", f"sleep 61 & echo $! > {slurm.folder}/child\nwait")
+    began = time.monotonic()
+    with pytest.raises(SlurmSilent, match=r"within 0\.5 s"):
+        output_of(("squeue",), timeout_s=0.5)
+    assert time.monotonic() - began < 10
+    child = (slurm.folder / "child").read_text().strip()
+    deadline = time.monotonic() + 10
+    while is_alive(child) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_alive(child)
+
+
+def is_alive(pid: str) -> bool:
+    """Whether a process of this id runs; one that nobody has waited for yet does not."""
+    stat = Path("/proc", pid, "stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 def test_a_job_whose_answer_was_lost_is_looked_for_and_not_submitted_again(

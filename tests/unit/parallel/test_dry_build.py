@@ -88,6 +88,7 @@ def test_every_parallel_preset_builds_at_its_real_size(preset: str) -> None:
     "overrides",
     [
         *([f"experiment={name}"] for name in ("llama3_8b", "llama3_70b", "llama_1b", "llama_125m")),
+        *([f"experiment={name}"] for name in ("mixtral_8x7b", "qwen3_30b_a3b")),
         ["experiment=llama3_70b", "parallelism=tp8_pp4"],
     ],
     ids="+".join,
@@ -96,6 +97,14 @@ def test_every_experiment_builds_at_its_real_size(overrides: list[str]) -> None:
     config, world_size = composed(*overrides, "parallelism.bucket_mib=500")
     expected = estimated(config, world_size, is_gpu=True)
     assert dry_build(config, world_size).state == pytest.approx(expected.state, rel=0.02)
+
+
+def test_the_fullest_stage_of_deepseek_v3_builds_at_its_real_size() -> None:
+    """Its first layers, which are dense, are the first stages'."""
+    config, world_size = composed("experiment=deepseek_v3")
+    expected = estimated(config, world_size, is_gpu=True).state
+    assert dry_build(config, world_size).state < expected / 4
+    assert dry_build(config, world_size, rank=world_size // 2).state == pytest.approx(expected, rel=0.02)
 
 
 @pytest.mark.slow

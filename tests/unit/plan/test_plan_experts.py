@@ -9,13 +9,14 @@ from plan_cases import LLAMA_8B, PlanCommand, case
 
 from conf.schema import Recompute
 from orchestra.cli.plan import configuration
-from orchestra.plan.case import PlanCase, held_by_rank
+from orchestra.cli.plan.search_mode import ask
+from orchestra.plan.case import PlanCase, held_by_rank, held_of_layer
 from orchestra.plan.compute import layer_time
 from orchestra.plan.devices import INFINIBAND_400, CollectiveGroup
 from orchestra.plan.leaf_traffic import leaf_bytes
 from orchestra.plan.predict import predict
 from orchestra.plan.search import search
-from orchestra.plan.space import Fixed, Space
+from orchestra.plan.space import Fixed, Space, space_of
 from orchestra.plan.stage_memory import llama_layer_bytes, states_of_rank
 from orchestra.sizes import flops
 from orchestra.sizes.training_shape import MicroBatchTokens
@@ -102,6 +103,54 @@ def test_search_turns_ep_where_there_are_experts() -> None:
     assert all(8 % layout.case.layout.ep == 0 for layout in found.ranked)
     assert {mesh.ep for mesh in Space(mixture(), 256, Fixed(ep=4)).meshes()} == {4}
     assert {mesh.ep for mesh in Space(case(), 256, Fixed()).meshes()} == {1}
+
+
+def test_ranks_may_have_unequal_numbers_of_experts_in_orchestras_trainer_alone() -> None:
+    """Eight experts on three ranks: those that have three decide."""
+    uneven: dict[str, object] = {"num_gpus": 24, "dp": 24, "zero": 1}
+    own = mixture(framework="orchestra", **uneven)
+    assert {mesh.ep for mesh in Space(own, 48, Fixed(tp=1, pp=1, cp=1)).meshes()} == {1, 2, 3, 4, 6, 8}
+    assert {mesh.ep for mesh in Space(mixture(**uneven), 48, Fixed(tp=1, pp=1, cp=1)).meshes()} == {
+        1,
+        2,
+        4,
+        8,
+    }
+    thirds, even = (replace(own, layout=replace(own.layout, ep=ep)) for ep in (3, 1))
+    most = held_of_layer(own.model, thirds.layout).experts / held_of_layer(own.model, even.layout).experts
+    assert most == pytest.approx(3 / 8)
+    busiest, mean = (predict(case).time.layer.products for case in (thirds, even))
+    assert 1.1 < busiest / mean < 1.25 * 9 / 8
+
+
+def test_a_search_of_a_mixture_with_dense_layers_proposes_what_fits() -> None:
+    """Stages of as many layers take less where these are the first ones, which are dense."""
+    typed = ["model=deepseek_v3", "cluster.nodes=64", "train.seq_len=4096", "precision=bf16"]
+    kept = {"tp": 4, "pp": 32, "cp": 1, "ep": 1, "zero": 1, "micro_batch_size": 1}
+    found = search(space_of(ask(typed).config, "orchestra", 2048, Fixed(**kept)), 4)
+    assert found.ranked
+    assert all(layout.fits for layout in (*found.ranked, *found.pareto))
+    # Selective recomputation is faster and does not fit, and with it nothing else.
+    assert {layout.case.recompute for layout in found.pareto} == {Recompute.full}
+
+
+def test_real_and_forced_routing_are_told_apart(plan: PlanCommand) -> None:
+    layout = ["cluster.nodes=4", "parallelism.zero=3", "train.global_batch_size=256", "precision=bf16"]
+    typed = ["model=mixtral_8x7b", *layout, "train.micro_batch_size=1", "train.seq_len=4096"]
+    facts = plan.facts(*typed, "parallelism.ep=8")
+    routing = facts["routing"]
+    assert routing["counted"] == "real routing"
+    assert routing["busiest_over_mean"] == 1.25
+    assert routing["step_time_s"]["real routing"] == facts["step_time_s"]
+    assert 1.08 < facts["step_time_s"] / routing["step_time_s"]["forced-balanced"] < 1.25
+    assert "real routing: the busiest rank of ep 8" in plan.text(*typed, "parallelism.ep=8")
+    assert "real routing, as fast as forced-balanced" in plan.text(*typed)
+    theirs = plan.facts(*typed, "parallelism.ep=8", "--framework=megatron")
+    assert theirs["routing"]["counted"] == "forced-balanced"
+    assert theirs["routing"]["step_time_s"]["real routing"] is None
+    assert plan.facts("model=llama_1b", "cluster.nodes=1")["routing"] is None
+    in_fp16 = [word.replace("bf16", "fp16") for word in typed]
+    assert "experts in fp16 are counted" in plan.text(*in_fp16)
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,34 @@ def test_the_commands_mean_the_layouts_that_were_found(plan: PlanCommand) -> Non
     assert compose([*submitted, "data=stdlib"], Situation("submit")).config
 
 
+def test_a_layout_shares_out_each_batch_of_a_ramp(plan: PlanCommand) -> None:
+    """32, then 96 sequences: 24 GPUs could share out the second alone, and a micro-batch of 12 would too."""
+    batches = "[{tokens: 0, global_batch_tokens: 32768}, {tokens: 1000000, global_batch_tokens: 98304}]"
+    small = ["model=llama_125m", "precision=bf16", "train.seq_len=1024", "train.tokens=10M"]
+    typed = [*small, "cluster.nodes=3", f"train.batch_ramp={batches}"]
+    ramp = ["ramp    32 × 1,024 = 32,768 tokens per step, 31 steps from step 1 on"]
+    ramp += ["ramp    96 × 1,024 = 98,304 tokens per step, 92 steps from step 32 on"]
+    ramp += ["batch   96 × 1,024 = 98,304 tokens", "        the last of the ramp: times and memory are of it"]
+    found = plan.written("--search", *typed)
+    assert "no global batch given" not in plan.notes
+    for _, _, *overrides in commands(found):
+        assert configuration(overrides).train.batch_ramp
+    asked = ask(typed)
+    meshes = space_of(asked.config, "orchestra", asked.num_sequences, asked.fixed).meshes()
+    assert {mesh.dp for mesh in meshes} == {1, 2, 4, 8}
+    one = [*typed, "cluster.nodes=1"]
+    (sizes,) = plan.facts("--explain", "train.micro_batch_size", *one)["keys"].values()
+    # Of 8 ranks each has 4, then 12.
+    alone = {each["value"]: each["alone"] is not None for each in sizes}
+    assert [size for size, is_possible in alone.items() if is_possible] == ["1", "2", "4"]
+    for text in (found, plan.text("--explain", "dp", *one), plan.text(*one)):
+        lines = text.splitlines()
+        begin = lines.index(ramp[0])
+        assert lines[begin : begin + 4] == ramp
+    refused = plan.refusal("--search", *typed, "parallelism.dp=24")
+    assert "train.batch_ramp[0].global_batch_tokens=32768 (32 sequences)" in refused
+
+
 @pytest.mark.slow
 def test_overrides_turn_an_experiment_into_each_layout() -> None:
     """The 70B experiment has tp 8, ZeRO-3 and selective recomputation: what differs has to be said."""

@@ -54,7 +54,20 @@ def test_the_queue_between_two_jobs_costs_nothing_and_idle_spares_do() -> None:
     assert used.gpu_hours == pytest.approx(8 * (3 + 2 + 3))
     assert used.cost == pytest.approx(2.5 * 64)
     (line,) = used_lines(replace(used, joules=7.2e6, joules_per_token=0.25, no_energy=None))
-    assert line.split(maxsplit=1)[1] == "64.00 GPU-hours; 160.00 EUR; 7.20M J, 0.25 a token"
+    words = "64.00 GPU-hours, 16.00 of them idle; 160.00 EUR; 7.20M J, 0.25 a token"
+    assert line.split(maxsplit=1)[1] == words
+
+
+def test_a_shrunk_job_pays_for_the_nodes_that_train_nothing() -> None:
+    """Four nodes, of which one breaks: two share out the batch, and the third stands by."""
+    events = [
+        *started(0.0, 0, nodes=4, job="7", nodes_held=4),
+        event("restarting", 3600.0, 0, decision="shrink", rule="shrink", exclude=["d"]),
+        *started(3600.0, 1, nodes=2, job="7", nodes_held=3),
+    ]
+    used = spending(events, [], None, PRICED, now=7200.0)
+    assert (used.gpu_hours, used.idle_gpu_hours) == (pytest.approx(8 * (4 + 3)), pytest.approx(8))
+    assert used.cost == pytest.approx(2.5 * 56)
 
 
 def test_ranks_that_share_a_gpu_hold_one() -> None:

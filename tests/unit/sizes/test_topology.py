@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -15,6 +16,7 @@ from orchestra.sizes.topology import (
     Layout,
     StepBatches,
     axis_links,
+    batch_problems,
     batch_ramp,
     batch_shape,
     divisors,
@@ -247,6 +249,26 @@ def test_numbers_are_listed_in_words() -> None:
     assert listed([1]) == "1"
     assert listed([1, 2, 4]) == "1, 2 or 4"
     assert listed(list(range(20))) == "0, 1, 2, 3, 4, 5, …, 15, 16, 17, 18 or 19"
+
+
+def test_of_a_ramp_only_batches_to_come_must_be_shared_out() -> None:
+    # Steps 1 and 2, steps 3 and 4, and from 5 on; the third entry is over before a step begins in it.
+    sizes, begins = (4, 6, 9, 12), (0, 8, 19, 20)
+    stages = [BatchStage(8 * begin, 8 * size) for size, begin in zip(sizes, begins, strict=True)]
+    train = TrainConfig(seq_len=8, steps=9, batch_ramp=stages)
+    assert [stage.first_step for stage in batch_ramp(train).stages] == [1, 3, 5]
+
+    def wrong(dp: int, from_step: int) -> list[int]:
+        words = [words.partition("]")[0] for words in batch_problems(train, dp, from_step)]
+        return [int(word.removeprefix("train.batch_ramp[")) for word in words]
+
+    assert wrong(12, 0) == [0, 1, 2]
+    assert [wrong(12, step) for step in (1, 2, 3, 4)] == [[0, 1], [1], [1], []]
+    assert [wrong(3, step) for step in (1, 2)] == [[0], []]
+    assert wrong(5, 100) == [3]
+    # The micro-batch follows from the batches that can be shared out: on 3, 6 and 12 ranks 12 alone.
+    two = replace(train, batch_ramp=[stages[0], stages[3]])
+    assert [batch_shape(two, dp).micro_batch_size for dp in (1, 2, 3, 4, 6, 12)] == [4, 2, 4, 1, 2, 1]
 
 
 @given(

@@ -134,3 +134,14 @@ def test_as_many_members_share_a_node_as_fit_and_no_more_are_submitted() -> None
         planned("model=debug", f"cluster.members_per_node={most + 8}")
     assert members("model=debug", "cluster.gpus_per_node=3") == 2
     assert members("model=debug", "train.micro_batch_size=auto", "train.global_batch_size=8") == 8
+
+
+@pytest.mark.parametrize("experiment", ["mixtral_8x7b", "qwen3_30b_a3b", "deepseek_v3"])
+def test_presets_of_mixtures_fit_and_are_submitted(
+    experiment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, orchestra: CommandLine
+) -> None:
+    """They name a cluster of their own: nothing else is given but the data."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    words = ("submit", f"experiment={experiment}", "data.path=s3://bucket/corpus", "run.name=mine")
+    assert "srun" in orchestra(*words, "--dry-run").out

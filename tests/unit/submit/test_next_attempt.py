@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from support.run_records import led_here
 
-from conf.schema import Config, RunConfig
+from conf.schema import BatchStage, Config, RunConfig
+from orchestra.agents.choose_nodes import gives_layout, of_next_attempt
 from orchestra.config.compose import compose
 from orchestra.config.machine import Situation, signature
 from orchestra.errors import ConfigError
@@ -67,6 +68,31 @@ def test_the_next_attempt_goes_on_from_the_newest_commit(run: RunDir) -> None:
     assert (plan.number, plan.checkpoint_step, plan.is_finished) == (1, 20, False)
     assert plan.config == plan.before == read_config(run.config)
     assert {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()} == before
+
+
+def test_a_batch_of_a_ramp_that_is_over_binds_no_later_layout(config: Config, tmp_path: Path) -> None:
+    """16 sequences for 10 steps, then 48, of which alone 6 ranks can have equal shares."""
+    tokens = 16 * config.train.seq_len
+    ramp = [BatchStage(0, tokens), BatchStage(10 * tokens, 3 * tokens)]
+    train = replace(config.train, global_batch_size=None, global_batch_tokens=3 * tokens, batch_ramp=ramp)
+    ramped = replace(config, run=RunConfig("ramped", str(tmp_path)), train=train)
+    request = RunRequest(ramped, signature(ramped), OVERRIDES)
+    run = prepare(request, planned_run(request, 0.0))
+    led_here(run, 0, ended=1)
+    committed = EventWriter(run, rank_writer(0, 0), 0, rank=0)
+    committed.write("checkpoint_committed", step=9)
+    said = ("cluster.gpus_per_node=6", "recovery.min_nodes=1")
+    assert "train.batch_ramp[0].global_batch_tokens=4096 (16 sequences)" in refused(run, *said)
+    assert not gives_layout(of_next_attempt(on_six(ramped), run), 1)
+    committed.write("checkpoint_committed", step=10)
+    resumed = planned(run, *said).config
+    assert resumed.train == ramped.train
+    assert gives_layout(of_next_attempt(resumed, run), 1)
+    assert not gives_layout(resumed, 1)
+
+
+def on_six(config: Config) -> Config:
+    return replace(config, cluster=replace(config.cluster, gpus_per_node=6))
 
 
 def test_a_run_without_a_checkpoint_begins_with_attempt_0_and_cannot_be_trained_further(
@@ -215,6 +241,6 @@ def test_failures_that_were_rehearsed_before_are_dropped(run: RunDir) -> None:
 def test_a_full_disk_is_an_error_and_leaves_the_configuration(run: RunDir) -> None:
     plan, before = planned(run, "train.steps=70"), run.config.read_text()
     run.control.write_text("")
-    with pytest.raises(ConfigError, match="cannot be written"):
+    with pytest.raises(ConfigError, match="cannot be read or written"):
         claim(plan, [])
     assert run.config.read_text() == before

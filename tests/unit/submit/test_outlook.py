@@ -14,7 +14,7 @@ from conf.schema import ClusterConfig, Config, Device, LauncherName
 from launchers.slurm import fair_share
 from launchers.slurm.batch_script import rendered
 from launchers.slurm.cluster import parsed
-from launchers.slurm.fair_share import parsed_standings, parsed_terms
+from launchers.slurm.fair_share import Counted, counted, parsed_standings, parsed_terms
 from orchestra.cli.run.outlook_text import outlook_lines
 from orchestra.run.paths import RunDir
 from orchestra.submit.fair.outlook import JobCost, Outlook, cost_of, outlook
@@ -55,6 +55,12 @@ def test_terms_are_the_default_limit_and_the_weights_by_unit() -> None:
     assert (open_end.time_limit, dict(open_end.weights), open_end.words) == ("2-00:00:00", {}, "")
 
 
+def test_weights_without_a_digit_before_the_point_count_and_what_is_no_number_does_not() -> None:
+    weights = parsed_terms("PartitionName=a TRESBillingWeights=CPU=.5,Mem=.25G,GRES/gpu=2.").weights
+    assert weights == {"cpu": 0.5, "mem": 0.25 / 1024, "gres/gpu": 2.0}
+    assert parsed_standings(HEADER + "lab|me|1|nan|0|0.5|inf\nart|me|1|0.5|0|0.5|nan\n") == []
+
+
 def test_a_job_costs_nodes_times_gpus_times_its_limit_spares_included() -> None:
     cost = cost_of(script(time_limit="4:00:00", spare_nodes=1))
     assert (cost.most_nodes, cost.gpus_per_node, cost.limit_s, cost.gpu_hours) == (3, 4, 14400, 48.0)
@@ -62,6 +68,20 @@ def test_a_job_costs_nodes_times_gpus_times_its_limit_spares_included() -> None:
     assert (range_.fewest_nodes, range_.most_nodes, range_.gpu_hours) == (2, 8, 32.0)
     named = cost_of(script(time_limit="1:00:00", slurm_extra={"gres": "gpu:h100:3,tmp:10G"}))
     assert named.gpu_hours == 6.0
+    per_node = {
+        "gpu": 1,
+        "gpu:a100": 1,
+        "gpu:a100:2,gpu:h100": 3,
+        "gres:gpu:4": 4,
+        "gpu:a100:2(S:0-1)": 2,
+        "gpumem:4G": 0,
+    }
+    for gres, count in per_node.items():
+        assert cost_of(script(slurm_extra={"gres": gres})).gpus_per_node == count, gres
+    cpu_only = {"device": Device.cpu, "time_limit": "1:00:00"}
+    for tres in ("gres/gpu:4", "gres/gpu=4", "cpu=2,gres/gpu:a100=4"):
+        assert cost_of(script(**cpu_only, slurm_extra={"tres_per_node": tres})).gpus_per_node == 4, tres
+    assert cost_of(script(slurm_extra={"gpus_per_node": "a100:4,h100:2"})).gpus_per_node == 6
     # How many that are of a node's is Slurm's to say.
     assert cost_of(script(time_limit="1:00:00", slurm_extra={"gpus": 8})).gpu_hours is None
     cpu = cost_of(script(time_limit="1:00:00", device=Device.cpu))
@@ -74,9 +94,22 @@ def test_a_site_bills_by_its_weights_the_sum_or_the_most() -> None:
     text = script(slurm_extra={"mem": "64G"})
     # 2 nodes × (6 cores × 1 + 64 GiB × 0.25 + 4 GPUs × 12)
     assert cost_of(text, 1, terms).billing == 2 * (6 + 16 + 48)
-    assert cost_of(text, 1, terms, takes_most=True).billing == 2 * 48
+    assert cost_of(text, 1, terms, Counted.most).billing == 2 * 48
+    assert cost_of(text, 1, terms, Counted.most_and_gres).billing == 2 * (16 + 48)
+    flags = {"(null)": Counted.all, "DEPTH_OBLIVIOUS,MAX_TRES": Counted.most}
+    for said, way in {**flags, "MAX_TRES_GRES,DEPTH_OBLIVIOUS": Counted.most_and_gres}.items():
+        assert counted(said) is way
+    alone = cost_of(script(slurm_extra={"exclusive": True, "mem": "64G"}), 1, terms)
+    assert (alone.billing, alone.not_billed) == (2 * (16 + 48), ("cpu",))
     whole = cost_of(script(slurm_extra={"mem": 0}), 1, terms)
     assert (whole.billing, whole.not_billed, whole.limit_s) == (2 * (6 + 48), ("mem",), 3600)
+
+
+def test_no_limit_is_the_partitions_longest() -> None:
+    terms = parsed_terms(PARTITION.replace("MaxTime=UNLIMITED", "MaxTime=2:00:00"))
+    limits = {None: 3600, "30": 1800, "0": 7200, "UNLIMITED": 7200}
+    assert {given: cost_of(script(time_limit=given), 1, terms).limit_s for given in limits} == limits
+    assert cost_of(script(time_limit="0"), 1, parsed_terms(PARTITION)).limit_s is None
 
 
 def told(costs: list[JobCost], **facts: Any) -> str:

@@ -8,11 +8,23 @@ from pathlib import Path
 
 import pytest
 from support.command_line import CommandLine
-from support.fake_slurm import FakeSlurm, queue_line
-from support.run_records import led_here, started_elsewhere, state_by_slurm, submitted, submitted_sweep
+from support.fake_slurm import ME, FakeSlurm, queue_line
+from support.run_records import (
+    age_files,
+    led_here,
+    started_elsewhere,
+    state_by_slurm,
+    submitted,
+    submitted_sweep,
+)
 
 from orchestra.errors import ConfigError, LaunchError
+from orchestra.report import run_state
+from orchestra.report.run_state import RunState, read_state
+from orchestra.run.events import EventWriter, node_writer
 from orchestra.run.paths import RunDir, SweepDir
+from orchestra.run.record import RunPhase
+from orchestra.submit.fair import predecessors
 from orchestra.submit.fair.predecessors import (
     Following,
     Stand,
@@ -46,6 +58,14 @@ def after(*places: RunDir | SweepDir) -> Following:
 def ended(run: RunDir, code: int) -> None:
     event = "failed" if code else "finished"
     started_elsewhere(run, job="7").write(event, node=0, code=code, cause="NonFiniteError")
+
+
+def ended_in(job: str, run: RunDir, code: int) -> None:
+    started_elsewhere(run, job=job).write("failed", node=0, code=code, cause="StopRequested")
+
+
+def submit_time() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S")
 
 
 def follower(tmp_path: Path, name: str, *before: RunDir, job: str = "9") -> RunDir:
@@ -99,6 +119,108 @@ def test_a_run_in_the_foreground_has_no_job_to_wait_for(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has no job of this cluster that Slurm could wait for"):
         after(here)
     assert not after(led_here(RunDir(tmp_path / "runs" / "there"), ended=0)).awaited
+
+
+@pytest.mark.parametrize("old_job", ["COMPLETED", "gone"])
+@pytest.mark.parametrize("place", ["here", "another host"])
+def test_a_run_that_was_resumed_in_the_foreground_goes_on_in_no_job(
+    tmp_path: Path, queue: FakeSlurm, old_job: str, place: str
+) -> None:
+    run = submitted(tmp_path, job="11", attempt=0)
+    ended_in("11", run, 75)
+    if old_job != "gone":
+        queue.says("sacct", prints=f"11|{old_job}|{ME}|0:0|node1|{submit_time()}|one|orchestra:one")
+    if place == "here":
+        led_here(run, 1)
+    else:
+        started_elsewhere(run, 1)
+    assert is_in_foreground(run)
+    # Its leader waits, and begins another attempt.
+    writer = EventWriter(run, node_writer(1, 0), 1)
+    writer.write("failed", node=0, code=1, cause="RuntimeError")
+    writer.write("restarting", decision="restart", reason="again", wait_s=60.0, node=0)
+    assert state_by_slurm(run).state is RunPhase.restarting
+    assert is_in_foreground(run)
+
+
+def is_in_foreground(run: RunDir) -> bool:
+    (one,), problems = progress([predecessor_of(run)], time.time())
+    with pytest.raises(ConfigError, match="has no job of this cluster that Slurm could wait for"):
+        after(run)
+    return (one.stand, one.jobs, problems) == (Stand.goes_on, (), [])
+
+
+def test_a_run_that_another_job_leads_than_its_record_names_is_not_over_with_that(
+    tmp_path: Path, queue: FakeSlurm
+) -> None:
+    run = submitted(tmp_path, job="11", attempt=0)
+    started_elsewhere(run, job="13")
+    assert is_in_foreground(run)
+    # Slurm has lost the very job, and the files grow.
+    own = submitted(tmp_path, "own", job="14", attempt=0)
+    started_elsewhere(own, job="14")
+    assert is_in_foreground(own)
+
+
+def test_what_cannot_be_read_or_is_silent_has_not_ended(
+    tmp_path: Path, queue: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silent = led_here(RunDir(tmp_path / "runs" / "silent"), host="elsewhere")
+    age_files(silent, 900.0)
+    sweep = submitted_sweep(tmp_path, 2)
+    broken = SweepDir(tmp_path / "runs" / "broken")
+    broken.path.mkdir()
+    broken.record.write_text("{")
+    for place, words in {
+        silent: "silent is unknown",
+        broken: "broken cannot be read",
+        sweep.member(0): "cannot be read",
+    }.items():
+        if place == sweep.member(0):
+            monkeypatch.setattr(run_state, "_read_state", unreadable)
+        (one,), problems = progress([predecessor_of(place)], time.time())
+        assert (one.stand, words in " ".join(problems)) == (Stand.not_known, True)
+        with pytest.raises(LaunchError, match="is not known; nothing was submitted"):
+            after(place)
+    (one,), problems = progress([predecessor_of(sweep)], time.time())
+    assert (one.stand, "members of which nothing is known: 000 cannot" in problems[0]) == (
+        Stand.not_known,
+        True,
+    )
+
+
+def unreadable(run: RunDir, _: float) -> RunState:
+    raise PermissionError(13, "Permission denied", str(run.events))
+
+
+def test_a_directory_that_cannot_be_looked_into_is_not_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDir(tmp_path / "runs" / "one")
+    monkeypatch.setattr(predecessors, "names_in", unlisted)
+    (one,), problems = progress([predecessor_of(run)], time.time())
+    assert (one.stand, problems) == (Stand.not_known, [f"one cannot be read: {run.path}"])
+
+
+def unlisted(folder: Path) -> list[str]:
+    raise OSError(116, "Stale file handle", str(folder))
+
+
+def test_all_jobs_of_several_kinds_are_waited_for(tmp_path: Path, queue: FakeSlurm) -> None:
+    run = submitted(tmp_path, job="31", alternative=0)
+    record = json.loads(run.record.read_text())
+    newest = {**record["jobs"][0], "id": "32", "token": "orchestra:two", "alternative": 1}
+    run.record.write_text(json.dumps({**record, "jobs": [*record["jobs"], newest]}))
+    lines = [queue_line("31", "PENDING", "one"), queue_line("32", "PENDING", "one", token="orchestra:two")]
+    queue.says("squeue", prints="\n".join(lines))
+    assert sorted(after(run).jobs) == ["31", "32"]
+
+
+def test_a_damaged_list_of_predecessors_is_no_error(tmp_path: Path) -> None:
+    run = submitted(tmp_path, job=None)
+    record = json.loads(run.record.read_text())
+    run.record.write_text(json.dumps({**record, "after": [5, "name", {"name": "first"}]}))
+    assert read_state(run, time.time()).after == ("first",)
 
 
 def test_a_sweep_is_done_when_all_its_members_are(tmp_path: Path, queue: FakeSlurm) -> None:

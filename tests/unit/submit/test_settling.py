@@ -54,7 +54,7 @@ def submitted(parent: Path, name: str = "one", *, code: int | None = None, **mor
     """Return a run of parent/runs whose job had an attempt elsewhere, with its verdict where it has one."""
     of_job = {"cluster": "alpha", "submitted": time.time() - 100, "attempt": 0, **more}
     run = run_records.submitted(parent, name, **of_job)  # type: ignore[arg-type]
-    events = run_records.started_elsewhere(run, job="7")
+    events = run_records.started_elsewhere(run, job=str(more.get("job") or "7"))
     if code is not None:
         events.write("failed", node=0, code=code, cause="x")
     return run

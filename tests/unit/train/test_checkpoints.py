@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import shutil
@@ -17,12 +18,13 @@ from one_rank_attempts import STEPS, Attempt, begun, config_of, context_of, even
 from checkpointing import catalog
 from checkpointing.checkpointer import Checkpointer
 from checkpointing.lineage import Base
-from conf.schema import WhenBusy
+from conf.schema import BatchStage, WhenBusy
 from orchestra.errors import TrainingError, UnusableCheckpointError
 from orchestra.run.events import EventWriter, read_events
 from orchestra.run.paths import RunDir
 from orchestra.sizes import save_interval
 from orchestra.sizes.flops import num_parameters
+from orchestra.sizes.topology import batch_ramp
 from orchestra.train import checkpoints
 from orchestra.train.checkpoints import SaveRhythm, fenced
 from orchestra.train.memory import host_memory
@@ -296,7 +298,7 @@ def test_a_later_attempt_saves_as_often_as_the_times_of_earlier_ones_say(tmp_pat
     def begun_rhythm(attempt: int, steps: int = 10_000) -> SaveRhythm:
         config = config_of(steps, every_steps=save_interval.AUTO)
         context = context_of(tmp_path, attempt, config)
-        rhythm = SaveRhythm(context, num_parameters(config.model), device_hours)
+        rhythm = SaveRhythm(context, num_parameters(config.model), device_hours, batch_ramp(config.train))
         rhythm.begin(10)
         return rhythm
 
@@ -313,6 +315,53 @@ def test_a_later_attempt_saves_as_often_as_the_times_of_earlier_ones_say(tmp_pat
     # The interval is no longer than the run.
     shorter = begun_rhythm(2, steps=expected - 1)
     assert [step for step in range(11, expected) if shorter.is_due(step)] == [expected - 1]
+
+
+def test_saves_lie_as_far_apart_in_seconds_in_each_batch_of_a_ramp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step takes a second for each sequence of its batch, of which there are 1, 4 and 16."""
+    sizes, begins = (1, 4, 16), (0, 1000, 3000)
+    base = config_of(100_000, every_steps=save_interval.AUTO)
+    stages = [BatchStage(8 * tokens, 8 * size) for tokens, size in zip((0, 1000, 9000), sizes, strict=True)]
+    config = replace(base, train=replace(base.train, batch_ramp=stages))
+    ramp, clock = batch_ramp(config.train), [0.0]
+    assert tuple(stage.first_step - 1 for stage in ramp.stages) == begins
+    monkeypatch.setattr(checkpoints.time, "perf_counter", lambda: clock[0])
+
+    def saves(attempt: int, begin: int, end: int, blocked_s: float = 0.0) -> list[float]:
+        """Return the seconds at which an attempt saves, each time for so long."""
+        rhythm = SaveRhythm(context_of(tmp_path, attempt, config), num_parameters(config.model), 0.05, ramp)
+        rhythm.begin(begin)
+        seconds = []
+        for step in range(begin + 1, end):
+            clock[0] += ramp.at(step).global_batch_size
+            if rhythm.is_due(step):
+                seconds.append(clock[0])
+                clock[0] += blocked_s
+        return seconds
+
+    def expected(size: int) -> int:
+        share = num_parameters(config.model) * 12
+        stall_s, mttf_s = save_interval.assumed_stall_s(share), save_interval.mttf_s(1, 0.05)
+        return save_interval.chosen(float(size), stall_s, mttf_s).every_steps
+
+    seconds = saves(0, 0, 4000)
+    gaps = {after - before for before, after in itertools.pairwise(seconds)}
+    # None but the two over the begin of a batch are other than the interval in whole steps.
+    interval_s = expected(1)
+    assert max(gaps) <= 2 * interval_s
+    assert len(seconds) == pytest.approx(clock[0] / interval_s, rel=0.1)
+    decided = [(event["step_time_s"], event["every_steps"]) for event in events(tmp_path, "save_interval")]
+    assert decided == [(float(size), expected(size)) for size in sizes]
+    # A later attempt that begins in a batch goes by rows of another one.
+    rows = [{"step": step, "time": 1.0, "step_time_s": 4.0} for step in range(2980, 3001)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    saves(1, 3000, 3001)
+    assert events(tmp_path, "save_interval")[-1]["step_time_s"] == 16.0
+    # Saves between the steps that are timed are none of their time.
+    saves(2, 990, 1100, blocked_s=1000.0)
+    assert events(tmp_path, "save_interval")[-1]["step_time_s"] == 4.0
 
 
 class ProcessEndedError(Exception):

@@ -13,7 +13,8 @@ from orchestra.config.preset_files import Tree, own_folder
 from orchestra.plan.assemble import case_of
 from orchestra.sizes.memory import RankBytes, rank_bytes
 from orchestra.sizes.training_shape import rank_parameters
-from orchestra.train.dry_build import ExactBytes, dry_build, exact_bytes
+from orchestra.train import dry_build
+from orchestra.train.dry_build import ExactBytes, exact_bytes
 
 RANKS = 8
 # Few layers and a small vocabulary, so that the layers decide; and the other way round.
@@ -176,6 +177,35 @@ def test_closed_forms_meet_the_count_of_mixtures(model: tuple[str, ...], choice:
     assert_alike(*both(*model, *choice, as_gpu=False))
 
 
+@pytest.mark.parametrize(
+    ("model", "choice"),
+    [
+        (QWEN3_MOE, ("parallelism=zero3", "parallelism.ep=4")),
+        (DEEPSEEK_V3, ("parallelism=zero1",)),
+        (DEEPSEEK_V3, ("parallelism=tp2", "parallelism.ep=2", "train.recompute=selective")),
+        # All layers of the first stage are dense.
+        (DEEPSEEK_V3, ("parallelism.pp=2", "parallelism.stages=[1,2]")),
+    ],
+    ids=["qwen3-moe", "deepseek-v3", "deepseek-v3-tp", "deepseek-v3-dense-stage"],
+)
+def test_mixtures_are_counted_with_the_kernels_of_a_gpu(
+    model: tuple[str, ...], choice: tuple[str, ...]
+) -> None:
+    """All experts in one product, and attention over latents without scores."""
+    assert_alike(*both(*model, *choice, "precision=bf16"))
+
+
+def test_a_second_step_without_one_is_what_a_second_one_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replays and the gradients of one rank alone leave the most in the first."""
+    replays = ("recovery.replay_every_steps=10", "train.deterministic=true")
+    for model, ranks in (((*WORDS, "parallelism=zero1", *replays), RANKS), (WORDS, 1)):
+        config = config_of(*model, "precision=bf16", *([] if ranks > 1 else ["cluster.gpus_per_node=1"]))
+        derived = exact_bytes(config, ranks, as_gpu=True)
+        with monkeypatch.context() as patched:
+            patched.setattr(dry_build, "_repeats_itself", lambda _: False)
+            assert exact_bytes(config, ranks, as_gpu=True) == derived
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "choice"),
@@ -198,7 +228,7 @@ def test_what_is_whole_beside_gathered_numbers_is_counted(model: tuple[str, ...]
     """Routers and norms, with the message that brings them to all ranks."""
     config = config_of(*model, "precision=fp8", "parallelism=zero3")
     case = case_of(config)
-    counted = dry_build(config, RANKS).parameters
+    counted = dry_build.dry_build(config, RANKS).parameters
     # Without them 2.5 and 2.9 % are missing.
     assert rank_bytes(case, case.stages[0]).parameters == pytest.approx(counted, rel=0.006)
 
