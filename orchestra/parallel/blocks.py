@@ -245,7 +245,8 @@ def set_products(model: Transformer, config: Config, device: torch.device) -> Sc
         model.output_products = functools.partial(Fp8OutputProducts, precision.fp8_scaling)
     history = ScaleHistory() if precision.fp8_delayed_scaling else None
     products = Fp8Products(precision.fp8_scaling, history)
-    of_experts = Fp8GroupedProducts(has_grouped_kernel(device))
+    is_compiled = config.train.compile is True and device.type == "cuda"
+    of_experts = Fp8GroupedProducts(has_grouped_kernel(device), is_compiled)
     for _, block in _blocks_in_fp8(model, config):
         for module in list(block.modules()):
             if isinstance(module, Experts):

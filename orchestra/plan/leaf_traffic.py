@@ -28,7 +28,8 @@ def leaf_bytes(case: PlanCase, leaf_of_node: Sequence[Hashable]) -> dict[str, fl
     leaf = [leaf_of_node[rank // case.devices_per_node] for rank in range(mesh.world_size)]
     activation = tokens.count * case.model.hidden_size * width
     keys = tokens.count * key_value_width(case.model) / tokens.tp * width * mesh.cp
-    held = max(held_by_rank(case.model, stage, mesh).total for stage in case.stages) * width
+    held = max((held_by_rank(case.model, stage, mesh) for stage in case.stages), key=lambda each: each.total)
+    experts, others = held.experts * width, held.dense * width
     copies = activation * case.model.num_experts_per_tok / tokens.outer if case.model.num_experts else 0.0
     # Gradients are scattered and parameters gathered once a step; with stage 3 twice and once a micro-batch.
     times = 3 * case.accumulation if case.kept_zero == 3 else 2
@@ -45,7 +46,10 @@ def leaf_bytes(case: PlanCase, leaf_of_node: Sequence[Hashable]) -> dict[str, fl
             leaf,
             lambda ranks: _EXCHANGES * passes * copies / len(ranks) * _pairs(ranks, leaf),
         ),
-        "dp": around(["shard"], times * held) + around(["replicate"], 2 * held / mesh.shard),
+        "dp": around(["shard"], times * others)
+        + around(["replicate"], 2 * others / mesh.shard)
+        + around(["expert_shard"], times * experts)
+        + around(["expert_replicate"], 2 * experts / mesh.expert_shard),
         "pp": _of_groups(
             case,
             ["pp"],

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -38,8 +38,7 @@ FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 LEAST_CAPABILITY = (8, 9)
 
 
-@dataclass(frozen=True)
-class Rounded:
+class Rounded(NamedTuple):
     """A matrix in fp8 by rows, and the factor of its numbers: one, or one for each row [R, 1]."""
 
     values: Tensor

@@ -16,8 +16,10 @@ The trainer takes its own block sizes from here (`chunk_tokens`, `ROUNDED_CPU`, 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain
 
 from conf.schema import (
     ContextMethod,
@@ -190,6 +192,8 @@ def rank_bytes(shape: TrainingShape, stage: PipelineStage) -> RankBytes:
     parameters = (owned if is_split else size) * width.parameters
     if not is_split:
         parameters += _rounded_bytes(shape, stage)
+    elif shape.gathers_fp8:
+        parameters += width.parameters * _elements_kept_whole(shape, stage, parts)
     host = disk = 0.0
     masters, moments = owned * width.masters, 2 * owned * options.moment_bytes
     if options.offload is Offload.optimizer_disk:
@@ -223,17 +227,41 @@ def _rounded_bytes(shape: TrainingShape, stage: PipelineStage) -> float:
     if shape.precision is not PrecisionName.fp8:
         return 0.0
     model, layout = shape.model, shape.layout
-    first, num_dense = shape.options.fp8_bf16_blocks, num_dense_layers(model)
-    in_fp8 = range(first, model.num_hidden_layers - first)
     of_kind = {
         has_experts: rounded_elements(model, layout.tp, layout.ep, has_experts=has_experts)
         for has_experts in (False, True)
     }
-    layers = [layer for chunk in stage.chunks for layer in chunk if layer in in_fp8]
-    elements = sum(of_kind[layer >= num_dense] for layer in layers)
+    elements = sum(of_kind[has_experts] for has_experts in _in_fp8(shape, chain(*stage.chunks)))
     if shape.options.fp8_output and stage.has_head:
         elements += math.ceil(model.vocab_size / layout.tp) * model.hidden_size
     return 2.0 * elements
+
+
+def _in_fp8(shape: TrainingShape, layers: Iterable[int]) -> list[bool]:
+    """Return of each of some layers that computes in fp8 whether it has experts, where the model has."""
+    if shape.precision is not PrecisionName.fp8:
+        return []
+    first, num_dense = shape.options.fp8_bf16_blocks, num_dense_layers(shape.model)
+    in_fp8 = range(first, shape.model.num_hidden_layers - first)
+    return [layer >= num_dense for layer in layers if layer in in_fp8]
+
+
+def _elements_kept_whole(shape: TrainingShape, stage: PipelineStage, parts: RankParameters) -> float:
+    """Return the elements of what every rank has whole where matrices are gathered in fp8 (norms, biases,
+    routers), and of the message that brings them: from each rank as much as one has of them at most. That is
+    a layer's own, which lie near each other, or all that a rank has of the layer.
+    """
+    model, layout, shards = shape.model, shape.layout, shape.num_shards
+    found: list[tuple[float, float]] = []
+    for has_experts in _in_fp8(shape, chain(*stage.chunks)):
+        tensors = parts.of_layer if has_experts or not parts.of_dense else parts.of_dense
+        rounded = rounded_elements(model, layout.tp, layout.ep, has_experts=has_experts)
+        experts = sum(parts.of_experts) if has_experts else 0
+        found.append((sum(tensors) - (rounded - experts), sum(tensors) / shards))
+    if shape.options.fp8_output and stage.has_head and not model.tie_word_embeddings:
+        table = math.ceil(model.vocab_size / layout.tp) * model.hidden_size
+        found.append((parts.after - table, parts.after / shards))
+    return sum(whole + shards * min(whole, owned) for whole, owned in found)
 
 
 def step_bytes(shape: TrainingShape, stage: PipelineStage, parts: RankParameters) -> StepBytes:
@@ -304,19 +332,28 @@ def _work_of(shape: TrainingShape, stage: PipelineStage, layers: range, parts: R
     has_loss = stage.has_head and layers.stop == shape.model.num_hidden_layers
     return _StageWork(
         kept=kept,
-        waiting=len(layers) * _waiting_bytes(shape),
+        waiting=_waiting_bytes(shape, layers),
         fewer=fewer,
         loss=_loss_bytes(shape) + replayed.in_loss if has_loss else 0.0,
         backward=max(backward, replayed.at_the_end),
     )
 
 
-def _waiting_bytes(shape: TrainingShape) -> float:
-    """Return what the gradients of a layer's weights are made of where they are taken later, whatever is
-    recomputed: inputs of products, whole under tensor parallelism, and gradients of their outputs.
+def _waiting_bytes(shape: TrainingShape, layers: range) -> float:
+    """Return what the gradients of layers' weights are made of where they are taken later, whatever is
+    recomputed: inputs of products, whole under tensor parallelism, and gradients of their outputs. Products
+    in fp8 are taken at once, and the gradients themselves wait.
     """
     if shape.layout.pp == 1 or not splits_backward(shape.schedule):
         return 0.0
+    model, layout = shape.model, shape.layout
+    in_fp8 = _in_fp8(shape, layers)
+    made = sum(rounded_elements(model, layout.tp, layout.ep, has_experts=each) for each in in_fp8)
+    others = (len(layers) - len(in_fp8)) * _waiting_bytes_of_layer(shape)
+    return widths(shape.precision).parameters * made + others
+
+
+def _waiting_bytes_of_layer(shape: TrainingShape) -> float:
     model, tokens = shape.model, shape.tokens
     kv = max(key_value_width(model) / tokens.tp, 2 * head_dim(model))
     inner = (2 if model.family is Family.gpt else 3) * feed_forward_width(model) / tokens.tp

@@ -162,6 +162,28 @@ def layout_problems(parallelism: ParallelismConfig, world_size: int) -> Iterator
         yield f"parallelism.dp={parallelism.dp} × ({product}) is not {ranks}; use parallelism.dp={dp} or auto"
     elif dp % parallelism.ep:
         yield f"parallelism.ep={parallelism.ep} does not divide dp={dp}; use {listed(divisors(dp))}"
+    else:
+        yield from sharding_problems(parallelism, dp)
+
+
+def sharding_problems(parallelism: ParallelismConfig, dp: int | None) -> Iterator[str]:
+    """Yield what keeps `shard_degree` from being that of a layout; `dp`: None where it is not known."""
+    degree, ep, cp = parallelism.shard_degree, parallelism.ep, parallelism.cp
+    if parallelism.zero == 0 or degree is None or degree < 1:
+        return
+    least = ep * cp if ep > 1 else 1
+    fitting = nearest_multiples(degree, least)
+    if dp is not None:
+        fitting = [ranks for ranks in divisors(dp * cp) if ranks % least == 0]
+    if degree % least:
+        product = f"parallelism.ep={ep}" + ("" if cp == 1 else f" × parallelism.cp={cp}")
+        yield (
+            f"parallelism.shard_degree={degree} is not a multiple of {product}: the ranks that ZeRO shards "
+            f"over have to have all experts; use {listed(fitting)}"
+        )
+    elif dp is not None and dp * cp % degree:
+        product = f"dp={dp}" if cp == 1 else f"dp·cp = {dp}·{cp}"
+        yield f"parallelism.shard_degree={degree} does not divide {product}; use {listed(fitting)}"
 
 
 def _degree_problems(parallelism: ParallelismConfig) -> Iterator[str]:
@@ -176,13 +198,12 @@ def _degree_problems(parallelism: ParallelismConfig) -> Iterator[str]:
 
 def node_blocks(mesh: Layout, ranks_per_node: int) -> list[int]:
     """Return how many nodes each kind of group fills whose ranks should lie under one switch: a pipeline
-    stage, ZeRO's or the experts' ranks in it, those of context parallelism. The largest first, each a
+    stage, ZeRO's and the experts' ranks in it, those of context parallelism. The largest first, each a
     multiple of the next; groups that fill no whole number of nodes are left out.
     """
     model = mesh.tp * mesh.cp
-    inner = model * mesh.ep if mesh.ep > 1 else mesh.tp * mesh.shard
     sizes: list[int] = []
-    for ranks in (model * mesh.dp, inner, model):
+    for ranks in sorted((model * mesh.dp, mesh.tp * mesh.shard, model * mesh.ep, model), reverse=True):
         size, rest = divmod(ranks, ranks_per_node)
         if size > 1 and not rest and all(larger % size == 0 and larger > size for larger in sizes[-1:]):
             sizes.append(size)

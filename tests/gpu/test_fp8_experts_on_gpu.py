@@ -30,6 +30,7 @@ def _has_fp8() -> None:
 def test_products_on_the_gpu_are_those_of_the_rounded_factors(has_kernel: bool, is_kept: bool) -> None:
     if has_kernel and not has_grouped_kernel(GPU):
         pytest.skip("torch has a kernel for all experts on Hopper alone")
+    # Experts' rows begin at any number: scales of rows, of four bytes each, lie at multiples of four alone.
     rows, weights, grads = factors()
     expected = emulated(rows.detach(), [weight.detach() for weight in weights], grads)
     found = found_of(Fp8GroupedProducts(has_kernel), is_kept=is_kept, device="cuda")

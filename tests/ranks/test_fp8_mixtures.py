@@ -106,6 +106,8 @@ LAYOUTS: tuple[tuple[int, Config], ...] = (
     (2, fp8(TIGHT, dp=2, ep=1, zero=3, accumulation=2)),
     (4, fp8(dp=2, ep=2, tp=2, sequence_parallel=True, zero=3, accumulation=2)),
     (4, fp8(dp=2, ep=2, pp=2, accumulation=2, zero=1)),
+    # Two replicas of a shard group that has all experts.
+    (4, fp8(dp=4, ep=2, zero=3, shard_degree=2)),
 )
 
 

@@ -33,6 +33,7 @@ from orchestra.sizes.topology import (
     layout_problems,
     listed,
     nearest_multiples,
+    sharding_problems,
 )
 
 # What cuBLAS wants of each size of an fp8 product.
@@ -203,22 +204,12 @@ def rule_layout(config: Config, _: Situation) -> Iterator[str]:
 
 
 def rule_sharding(config: Config, _: Situation) -> Iterator[str]:
-    parallelism, degree, dp = config.parallelism, config.parallelism.shard_degree, data_parallel(config)
-    cp = parallelism.cp
-    if degree is None or degree < 1:
-        return
-    if parallelism.zero == 0:
+    """Where ranks are known `rule_layout` says what is wrong with the degree on so many."""
+    parallelism, degree = config.parallelism, config.parallelism.shard_degree
+    if parallelism.zero == 0 and degree is not None and degree >= 1:
         yield f"parallelism.shard_degree={degree} needs parallelism.zero=1, 2 or 3; set it, or use null"
-    least = parallelism.ep * cp
-    if parallelism.ep > 1 and degree % least:
-        product = f"parallelism.ep={parallelism.ep}" + ("" if cp == 1 else f" × parallelism.cp={cp}")
-        yield (
-            f"parallelism.shard_degree={degree} is not a multiple of {product}: the ranks that ZeRO shards "
-            f"over have to have all experts; use {listed(nearest_multiples(degree, least))}"
-        )
-    if dp is not None and dp * cp % degree:
-        product = f"dp={dp}" if cp == 1 else f"dp·cp = {dp}·{cp}"
-        yield f"parallelism.shard_degree={degree} does not divide {product}; use {listed(divisors(dp * cp))}"
+    if world_size(config) is None:
+        yield from sharding_problems(parallelism, None)
 
 
 def rule_offload(config: Config, _: Situation) -> Iterator[str]:

@@ -38,6 +38,9 @@ STREAM_SHARE = 0.67
 # The share of a step in which the device works; from the same traces, 0.97 to 0.99.
 BUSY_SHARE = 0.98
 _COMPILED, _EAGER = (20, 4, 8), (40, 22, 16)
+# Bytes of rounding a number of experts' rows or gradients; of a weight at its two uses, or once a step where
+# it is kept. Eager: 33 by rows and 48 by columns, and of weights 33 each way, with a transposed copy.
+_OF_EXPERTS, _OF_EXPERTS_EAGER = (14.0, 10.0, 14.0), (81.0, 70.0, 70.0)
 # GELU in the place of rotary positions and SwiGLU: forward 2, backward 3, and the bias's gradient.
 _GELU = 6
 
@@ -90,14 +93,19 @@ def rounding_bytes(case: PlanCase) -> float:
 def _rounding_bytes_of_experts(case: PlanCase) -> float:
     """Return the bytes of rounding rows, their gradients and the weights of a layer's experts, by rows. What
     products take by rows: read 2, written 1. By columns, backward: in order 4, largest numbers 2, rounded 3,
-    transposed 2. Weights as matrices with a scale for each row.
+    transposed 2. Weights as matrices with a scale for each row. Eager each of these is many passes, as many
+    as were counted of torch's operators.
     """
     model, tokens = case.model, case.tokens
     width = 3 * expert_width(model) / tokens.tp
     rows = tokens.count * model.num_experts_per_tok
     is_kept = case.framework.passes.keeps_fp8_weights and not (case.zero == 3 and case.num_shards > 1)
-    weight = 14.0 / case.accumulation if is_kept else 10.0
-    return 14.0 * rows * (2 * model.hidden_size + width) + weight * held_of_layer(model, case.layout).experts
+    activation, weight, kept = _OF_EXPERTS if case.options.is_compiled else _OF_EXPERTS_EAGER
+    weight = kept / case.accumulation if is_kept else weight
+    return (
+        activation * rows * (2 * model.hidden_size + width)
+        + weight * held_of_layer(model, case.layout).experts
+    )
 
 
 def _bytes_each(case: PlanCase) -> tuple[float, float]:

@@ -10,7 +10,15 @@ from typing import Any
 
 import pytest
 
-from conf.schema import ClusterConfig, Config, Device, NodeOrder, ParallelismConfig, RecoveryConfig
+from conf.schema import (
+    ClusterConfig,
+    Config,
+    Device,
+    NodeOrder,
+    ParallelismConfig,
+    RecoveryConfig,
+    TrainConfig,
+)
 from launchers.node_agent import StopRequests
 from launchers.node_group import GroupMember, NodeGroup, Order
 from orchestra.agents.choose_nodes import (
@@ -20,6 +28,7 @@ from orchestra.agents.choose_nodes import (
     by_preference,
     doubts,
     found_unfit,
+    gives_layout,
     next_nodes,
     order_facts,
     preferred,
@@ -240,6 +249,19 @@ def test_whoever_stays_keeps_its_place_and_only_checked_nodes_are_added() -> Non
     assert resized(order, many, config, {}) == (2, 0, 4, 5)
     pairs = dataclasses.replace(config, recovery=RecoveryConfig(min_nodes=2))
     assert resized(order, members({"leaves": True}, sound), pairs, {}) is None
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_a_run_shrinks_and_grows_only_to_numbers_of_nodes_that_whole_shard_groups_fill(ep: int) -> None:
+    config = Config(
+        cluster=ClusterConfig(nodes=4, gpus_per_node=2),
+        parallelism=ParallelismConfig(ep=ep, zero=2, shard_degree=4),
+        recovery=RecoveryConfig(min_nodes=1),
+        train=TrainConfig(global_batch_size=24),
+    )
+    assert [count for count in range(1, 5) if gives_layout(config, count)] == [2, 4]
+    assert shrunk([0, 1, 3], config) == (0, 1)
+    assert shrunk([3], config) is None
 
 
 def under(*leaves: str) -> dict[int, GroupMember]:

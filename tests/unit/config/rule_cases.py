@@ -203,11 +203,12 @@ rule_layout
     parallelism.tp=4 -> does not divide the world size 2 | multiple of 4
     parallelism.dp=4 -> parallelism.dp=4 | world size 2 | parallelism.dp=2 or auto
     parallelism.dp=all  cluster.launcher=slurm -> parallelism.dp=all | auto
-rule_sharding
     parallelism.zero=1  parallelism.shard_degree=4 -> shard_degree=4 does not divide dp=2; use 1 or 2
     parallelism={zero: 1, shard_degree: 4, cp: 2} -> does not divide dp·cp = 1·2; use 1 or 2
-    parallelism.shard_degree=2 -> needs parallelism.zero=1, 2 or 3
     parallelism={zero: 1, shard_degree: 1, ep: 2}  model.num_experts=4 -> =1 is not a multiple of | use 2
+rule_sharding
+    parallelism.shard_degree=2 -> needs parallelism.zero=1, 2 or 3
+    parallelism={zero: 1, shard_degree: 1, ep: 2}  cluster.launcher=slurm -> =1 is not a multiple of | use 2
 rule_reduce_dtype
     precision.reduce_dtype=fp16 -> precision.reduce_dtype=fp16 | precision=fp32 | bf16, fp32 or null
 rule_recompute
@@ -255,6 +256,7 @@ rule_min_nodes
     recovery.min_nodes=2 -> recovery.min_nodes=2 | cluster.nodes=1
     cluster.nodes=4  cluster.gpus_per_node=2  recovery.min_nodes=2  parallelism.dp=8 -> 2 to 3 nodes
     cluster.nodes=4  cluster.gpus_per_node=2  recovery.min_nodes=3  train.global_batch_size=8 -> 3 nodes
+    cluster={nodes: 4, gpus_per_node: 2}  recovery.min_nodes=3  parallelism={zero: 2, shard_degree: 4} -> dp=6
 rule_range_of_nodes
     cluster.min_nodes=2 -> cluster.min_nodes=2 | cluster.nodes=1
     cluster.nodes=2  cluster.min_nodes=1 -> recovery.min_nodes=null | use recovery.min_nodes=1

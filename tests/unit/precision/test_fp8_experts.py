@@ -4,11 +4,16 @@ kernel runs on Hopper GPUs alone; torch checks its arguments anywhere.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterator
+
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from conf.schema import Scaling
+from orchestra.precision import fp8_experts
 from orchestra.precision.fp8 import FORWARD, Rounded, attach_rounded, attached, round_weight_, rounded
 from orchestra.precision.fp8_experts import Fp8GroupedProducts
 
@@ -49,11 +54,14 @@ def emulated(rows: Tensor, weights: list[Tensor], grads: list[Tensor]) -> list[T
 
 
 def factors(device: str = "cpu") -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    rows = numbers(1, ROWS, INPUTS).to(device).requires_grad_()
+    rows = numbers(1, ROWS, INPUTS)
+    rows[sum(COUNTS) :] = torch.nan
+    rows = rows.to(device).requires_grad_()
     weights = [numbers(seed, len(COUNTS), OUTPUTS, INPUTS).to(device).requires_grad_() for seed in (2, 3)]
     grads = [numbers(seed, ROWS, OUTPUTS).to(device) for seed in (4, 5)]
     for grad in grads:
-        grad[sum(COUNTS) :] = 0
+        # Of what is nobody's nothing must come in.
+        grad[sum(COUNTS) :] = torch.nan
     return rows, weights, grads
 
 
@@ -103,6 +111,37 @@ def test_without_any_row_gradients_are_zero() -> None:
     of_rows, of_weight = torch.autograd.grad(out.sum(), [rows, weight])
     assert of_rows.shape == (0, INPUTS)
     assert torch.equal(of_weight, torch.zeros_like(weight))
+
+
+@pytest.fixture
+def no_cached_graphs() -> Iterator[None]:
+    torch.compiler.reset()
+    counters.clear()
+    yield
+    torch.compiler.reset()
+    counters.clear()
+
+
+@pytest.mark.usefixtures("no_cached_graphs")
+def test_rounding_is_compiled_by_itself_once_for_all_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8_experts, "_compiled", functools.cache(graphs_alone))
+    products = Fp8GroupedProducts(has_kernel=False, is_compiled=True)
+    for is_kept in (True, False):
+        expected = found_of(Fp8GroupedProducts(has_kernel=False), is_kept=is_kept)
+        for made, exact in zip(found_of(products, is_kept=is_kept), expected, strict=True):
+            assert torch.equal(made, exact)
+    # By rows, by columns, and weights as they are and transposed.
+    assert counters["stats"]["unique_graphs"] == 4
+    for counts in ((7, 9, 0, 2), (0, 0, 40, 5), (1, 1, 1, 1)):
+        rows = numbers(1, sum(counts), INPUTS).requires_grad_()
+        (out,) = products(rows, torch.tensor(counts), numbers(2, len(counts), OUTPUTS, INPUTS))
+        out.backward(numbers(6, *out.shape))
+    assert counters["stats"]["unique_graphs"] == 4
+
+
+def graphs_alone(rounding: Callable[..., Rounded]) -> Callable[..., Rounded]:
+    compiled: Callable[..., Rounded] = torch.compile(rounding, dynamic=True, backend="aot_eager")
+    return compiled
 
 
 def kernel(

@@ -25,6 +25,7 @@ from orchestra.sizes.topology import (
     layout,
     listed,
     nearest_multiples,
+    node_blocks,
     warmup_steps,
 )
 
@@ -82,6 +83,17 @@ def test_an_axis_uses_the_links_between_nodes_where_its_ranks_lie_on_several(
         (ParallelismConfig(tp=3), 8, ("does not divide", "multiple of 3")),
         (ParallelismConfig(dp=3), 8, ("parallelism.dp=3", "parallelism.dp=8 or auto")),
         (ParallelismConfig(ep=3), 8, ("parallelism.ep=3", "1, 2, 4 or 8")),
+        (
+            ParallelismConfig(zero=1, shard_degree=4),
+            6,
+            ("=4 does not divide dp=6", "1, 2, 3 or 6"),
+        ),
+        (ParallelismConfig(ep=2, zero=2, shard_degree=4), 6, ("does not divide dp=6; use 2 or 6",)),
+        (
+            ParallelismConfig(ep=4, zero=2, shard_degree=6),
+            12,
+            ("multiple of parallelism.ep=4", "use 4 or 12"),
+        ),
         (ParallelismConfig(dp="many"), 8, ("parallelism.dp=many", "auto or a whole number")),
         (ParallelismConfig(pp=0), 8, ("parallelism.pp=0",)),
     ],
@@ -93,6 +105,22 @@ def test_layouts_that_do_not_multiply_out_are_explained(
         layout(parallelism, world_size)
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "nodes"),
+    [
+        # On nodes of four ranks: a pipeline stage, a shard group, the ranks that have all experts.
+        (Layout(dp=64, pp=2, ep=8, shard=32), [16, 8, 2]),
+        (Layout(dp=64, ep=8, shard=8), [16, 2]),
+        (Layout(dp=64, ep=8), [16, 2]),
+        (Layout(dp=16, cp=2, ep=4, shard=16), [8, 4, 2]),
+        (Layout(dp=16, tp=2, shard=8), [8, 4]),
+        (Layout(dp=6), []),
+    ],
+)
+def test_groups_that_fill_whole_nodes_lie_inside_of_each_other(mesh: Layout, nodes: list[int]) -> None:
+    assert node_blocks(mesh, 4) == nodes
 
 
 @given(micro=st.integers(1, 8), accumulation=st.integers(1, 8), dp=st.integers(1, 8))

@@ -208,16 +208,29 @@ def test_a_second_step_without_one_is_what_a_second_one_takes(monkeypatch: pytes
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "choice",
+    ("model", "choice"),
     [
-        ("parallelism=zero1", "model.shared_expert_intermediate_size=512"),
-        ("parallelism=zero3", "precision.fp8_scaling=row"),
+        (QWEN3_MOE, ("parallelism=zero1", "model.shared_expert_intermediate_size=512")),
+        (QWEN3_MOE, ("parallelism=zero3", "precision.fp8_scaling=row")),
+        # Routers, norms and the like are whole on every rank.
+        (QWEN3_MOE, ("parallelism=zero3",)),
     ],
-    ids=" ".join,
 )
-def test_closed_forms_meet_the_count_of_mixtures_in_fp8(choice: tuple[str, ...]) -> None:
+def test_closed_forms_meet_the_count_of_mixtures_in_fp8(
+    model: tuple[str, ...], choice: tuple[str, ...]
+) -> None:
     """As on a GPU: wherever it is, all experts' products are taken together."""
-    assert_alike(*both(*QWEN3_MOE, "precision=fp8", *choice))
+    assert_alike(*both(*model, "precision=fp8", *choice))
+
+
+@pytest.mark.parametrize("model", [QWEN3_MOE, DEEPSEEK_V3], ids=["qwen3-moe", "deepseek-v3"])
+def test_what_is_whole_beside_gathered_numbers_is_counted(model: tuple[str, ...]) -> None:
+    """Routers and norms, with the message that brings them to all ranks."""
+    config = config_of(*model, "precision=fp8", "parallelism=zero3")
+    case = case_of(config)
+    counted = dry_build.dry_build(config, RANKS).parameters
+    # Without them 2.5 and 2.9 % are missing.
+    assert rank_bytes(case, case.stages[0]).parameters == pytest.approx(counted, rel=0.006)
 
 
 def test_a_second_step_of_zero_2_keeps_what_the_first_one_made() -> None:
@@ -248,3 +261,10 @@ def test_a_gpt_rank_holds_the_parameters_that_the_closed_form_says() -> None:
 def test_the_first_rank_of_a_pipeline_holds_what_its_schedule_says(words: tuple[str, ...]) -> None:
     """Activations that wait, and what gradients of weights that wait need."""
     assert_alike(*both(*LAYERS, "model.num_hidden_layers=8", "parallelism.pp=2", *words))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [LAYERS, QWEN3_MOE], ids=["dense", "qwen3-moe"])
+def test_gradients_of_products_in_fp8_wait_where_a_schedule_takes_them_later(model: tuple[str, ...]) -> None:
+    words = ("precision=fp8", "parallelism.pp=2", "parallelism.schedule=zero_bubble")
+    assert_alike(*both(*model, "model.num_hidden_layers=4", *words))
