@@ -351,7 +351,8 @@ function energySection(runs) {
     const shown = [
       ["Energy of the GPUs", isNumber(used.joules) ? `${format.quantity(used.joules)}J` : NOT_MEASURED, used.no_energy || perToken],
       ["GPU-hours", isNumber(used.gpu_hours) ? digits(used.gpu_hours) : NOT_MEASURED, used.no_gpu_hours || "held by the run: starts, restarts and idle nodes too"],
-      ["of them idle", isNumber(used.idle_gpu_hours) ? digits(used.idle_gpu_hours) : NOT_MEASURED, used.no_gpu_hours || "nodes that stood by, or that a smaller layout left out"],
+      // Where the hours are not known the row above says why.
+      ...(isNumber(used.idle_gpu_hours) ? [["of them idle", digits(used.idle_gpu_hours), "nodes that stood by, or that a smaller layout left out"]] : []),
       ["Cost", isNumber(used.cost) ? [used.cost.toLocaleString("en-US", { minimumFractionDigits: 2, maximumFractionDigits: 2 }), used.currency].filter(Boolean).join(" ") : NOT_MEASURED, used.no_cost || "GPU-hours × cluster.price_per_gpu_hour"],
     ];
     return [runs.length > 1 ? el("h3", null, run.name) : null, el("dl", { class: "figures" }, shown.map(([title, value, note]) => el("div", null, el("dt", null, title), el("dd", null, value, note ? el("small", null, note) : null))))];
