@@ -32,12 +32,12 @@ def test_a_follower_waits_while_the_other_run_is_chained_stopped_and_resumed(clu
     slow = "recovery.inject=[{at_step: 1, rank: all, fault: slow, seconds: 0.2, attempt: all}]"
     # Slurm calls the job of a stopped run COMPLETED then, which says nothing of the run.
     words = (ONE_RANK, "train.steps=1000", slow, "cluster.requeue=chain", "cluster.stop_exit_code=0")
-    first = cluster.submit_run("first", *words)
-    second = submit_after(cluster, "first", "second")
-    assert second.status()["cause"] == "waits until first is done"
+    first = cluster.submit_run("ahead", *words)
+    second = submit_after(cluster, "ahead", "behind")
+    assert second.status()["cause"] == "waits until ahead is done"
     gpus = ("cluster.device=cuda", "cluster.nodes=2", "cluster.time_limit=30")
-    told = cluster.orchestra("submit", *TINY, *gpus, "--after", "sec", "--dry-run").stderr
-    assert f"# after   second (job {second.job})" in told
+    told = cluster.orchestra("submit", *TINY, *gpus, "--after", "behi", "--dry-run").stderr
+    assert f"# after   behind (job {second.job})" in told
     assert "# cost    2 GPU-hours for 2 nodes × 2 GPUs × 0:30:00" in told
     # Accounts are kept here, but priority/basic does not look at them.
     assert (
@@ -50,14 +50,14 @@ def test_a_follower_waits_while_the_other_run_is_chained_stopped_and_resumed(clu
     # another.
     moved = second.wait_for_event("waits_on")
     chained = first.events("requeued")[0]["job"]
-    assert (moved["instead_of"], moved["behind"], moved["after"]) == (second.job, [chained], ["first"])
+    assert (moved["instead_of"], moved["behind"], moved["after"]) == (second.job, [chained], ["ahead"])
     # It is resumed while its follower waits for something else too.
     cluster.run("scontrol", "hold", moved["job"])
     first.wait_for_attempt(1)
-    said = cluster.orchestra("cancel", "first").stdout
-    assert "second begins after first and, unless that goes on or is done by then" in said
+    said = cluster.orchestra("cancel", "ahead").stdout
+    assert "behind begins after ahead and, unless that goes on or is done by then" in said
     assert cluster.ended(chained) == "COMPLETED"
-    third = resumed(cluster, "first", f"train.steps={first.step() + 2}", "--accept-jump")
+    third = resumed(cluster, "ahead", f"train.steps={first.step() + 2}", "--accept-jump")
     cluster.run("scontrol", "release", moved["job"])
     second.wait(lambda: len(second.events("waits_on")) == 2, "it waits for the resumed run")
     last = second.events("waits_on")[-1]
