@@ -34,7 +34,7 @@ class Hardware:
     # NVLink or Infinity Fabric, one direction, all links of one GPU together.
     link_bytes_per_s: float | None = None
     source: str = ""
-    # Streaming multiprocessors or compute units of what torch calls a device.
+    # Streaming multiprocessors or compute units of what torch calls a device; Blackwell's as CUDA tells them.
     num_processors: int | None = None
 
 

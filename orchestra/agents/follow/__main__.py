@@ -53,7 +53,8 @@ from orchestra.submit.job_record import chain
 _BELIEVED_MOST_S = 90.0
 # How long Slurm, and files that cannot be read, are asked again.
 _SILENCE_S = 120.0
-_PAUSE_S = 2.0
+# Each look asks Slurm, and many may follow one run.
+_PAUSE_S = 5.0
 # When is looked again for a run that goes on where no job of this cluster can be waited for, as in the
 # foreground, or where waiting for its job was over at once.
 _LOOK_AGAIN_S = 600

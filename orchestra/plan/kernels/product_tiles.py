@@ -20,7 +20,8 @@ from functools import cache
 from orchestra.plan.case import PlanCase
 
 # Rows and columns of a tile, and the share of the full rate it reaches. The sizes are those the guide lists;
-# the large ones read least for each product, and small ones are for what large ones do not fill.
+# the large ones read least for each product, and small ones are for what large ones do not fill. The shares
+# are assumed.
 _TILES = (
     (128, 256, 1.0),
     (256, 128, 1.0),
@@ -38,9 +39,9 @@ _ENDS = 192
 # Of that rate usual products reach what a device's row says (`devices`): 749 on that H200.
 _USUAL = 749 / 780
 
-# Products that read rows which do not begin at multiples of 16 bytes load number by number. Padding 50,257
-# words to 50,304 saved nanoGPT a fifth of a step of 124M on an A100 (Karpathy, 2023), where the output matrix
-# takes about an eighth: more than twice as long, of which two of three products read such rows.
+# Products that read rows which do not begin at multiples of 16 bytes load number by number; that they take
+# twice as long is assumed. Padding 50,257 words to 50,304 made all of nanoGPT some 25 % faster (Karpathy,
+# 2023), of whose FLOPs at 124M the output matrix has a third: twice is no exaggeration.
 _ALIGNED_BYTES, _UNALIGNED = 16, 2.0
 
 
