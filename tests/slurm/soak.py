@@ -29,6 +29,8 @@ NODES, SPARES, HOSTS = 2, 1, 4
 # hit more often than it can save would end by the policy's rules, so that the mean is not made much shorter.
 MEAN_S = 60.0
 _HEALED_AFTER_S = 25.0
+# A step waits, as a host waits for its device: what else is done on these few cores does not slow it.
+_STEP_WAITS = "recovery.inject=[{{at_step: 1, rank: all, fault: slow, seconds: {:g}, attempt: all}}]"
 _TRAINS_WITHIN_S = 240.0
 _POLL_S = 0.2
 
@@ -56,7 +58,7 @@ class Soak:
                 self.run.wait(lambda: False, f"no step for {_TRAINS_WITHIN_S:g} s after {step}", 0)
             if time.monotonic() >= due:
                 if self.run.is_finished():
-                    write_line("it has finished before its time: use a smaller --step")
+                    write_line("it has finished before its time: give --seconds or --step less")
                     return
                 self._hit()
                 due = time.monotonic() + self.chance.expovariate(1 / mean_s)
@@ -107,7 +109,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=1800, help="how long there are faults (%(default)s)")
     parser.add_argument("--mean", type=float, default=MEAN_S, help="seconds between two (%(default)s)")
     parser.add_argument("--seed", type=int, default=None, help="chosen and printed where it is not given")
-    parser.add_argument("--step", type=float, default=0.007, help="seconds a step takes here (%(default)s)")
+    parser.add_argument("--step", type=float, default=0.05, help="seconds that a step waits (%(default)s)")
     parser.add_argument("--folder", type=Path, help="keep cluster and runs there; else all is removed")
     arguments = parser.parse_args()
     seed = random.randrange(10**6) if arguments.seed is None else arguments.seed
@@ -118,11 +120,13 @@ def main() -> int:
 
 def soak(site: Site, arguments: argparse.Namespace, seed: int) -> int:
     """Soak one run and hold it to the oracle; return the exit code."""
-    # Steps that would fill the time if nothing happened, and no fewer: the run outlives the faults.
-    steps = max(200, int(arguments.seconds / arguments.step))
-    length = (f"train.steps={steps}", "checkpoint.every_steps=50", "train.log_every=10", "data.ledger=true")
+    # Steps that would fill the time if nothing happened, a tenth more than waiting, and no fewer: the run
+    # outlives the faults.
+    steps = max(200, int(arguments.seconds / (1.1 * arguments.step)))
+    waits = _STEP_WAITS.format(arguments.step)
+    length = (f"train.steps={steps}", "checkpoint.every_steps=10", "train.log_every=10", "data.ledger=true")
     quick = ("cluster.gpus_per_node=1", "recovery.agent_timeout_s=5", "recovery.backoff_s=1")
-    more = ("recovery.heartbeat_timeout_s=8", "recovery.exclude_hours=0", f"cluster.nodes={NODES}")
+    more = ("recovery.heartbeat_timeout_s=8", "recovery.exclude_hours=0", f"cluster.nodes={NODES}", waits)
     site.clear()
     name = f"soak-{seed}-{time.time_ns() // 1_000_000}"
     run = site.submit_run(name, *length, *quick, *more, f"cluster.spare_nodes={SPARES}")

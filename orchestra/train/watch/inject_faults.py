@@ -62,9 +62,14 @@ class Faults(StepHook):
         flipped: torch.Tensor | None = None,
     ) -> None:
         self._moments: dict[tuple[str, int], list[PlannedFault]] = {}
+        # From a step on: an attempt that goes on behind it is as slow.
+        self._slow_to_come: list[PlannedFault] = []
         for fault in planned:
             if fault.strikes(attempt, rank):
-                self._moments.setdefault((fault.phase.name, fault.at_step), []).append(fault)
+                if fault.fault is Fault.slow:
+                    self._slow_to_come.append(fault)
+                else:
+                    self._moments.setdefault((fault.phase.name, fault.at_step), []).append(fault)
         self._events = events
         self._device = device
         self._flipped = flipped
@@ -92,11 +97,8 @@ class Faults(StepHook):
         for fault in self._moments.get((phase, step), ()):
             self._record(fault, step)
             self._do(fault, step)
-        if self._slow and phase == "step":
-            self._slow = [
-                fault for fault in self._slow if fault.steps is None or step < fault.at_step + fault.steps
-            ]
-            time.sleep(sum(fault.seconds or 0.0 for fault in self._slow))
+        if phase == Phase.step.name:
+            self._be_slow(step)
 
     def loss_factor(self, step: int) -> float:
         """Return what the loss of this rank in `step` is multiplied by; 1: nothing is planned."""
@@ -116,6 +118,16 @@ class Faults(StepHook):
         if micro_batch == 0 and self._flip_at == step and self._flipped is not None:
             stack.callback(self._flipped.register_hook(flip_bit).remove)  # type: ignore[no-untyped-call]
         return stack
+
+    def _be_slow(self, step: int) -> None:
+        for fault in [fault for fault in self._slow_to_come if fault.at_step <= step]:
+            self._slow_to_come.remove(fault)
+            if _lasts(fault, step):
+                self._record(fault, step)
+                self._slow.append(fault)
+        self._slow = [fault for fault in self._slow if _lasts(fault, step)]
+        if self._slow:
+            time.sleep(sum(fault.seconds or 0.0 for fault in self._slow))
 
     def _record(self, fault: PlannedFault, step: int) -> None:
         if self._events is not None:
@@ -148,12 +160,15 @@ class Faults(StepHook):
                 self._poison = (step, _SPIKE)
             case Fault.flip:
                 self._flip_at = step
-            case Fault.slow:
-                self._slow.append(fault)
             case Fault.agent_kill:
                 os.kill(_agent(), signal.SIGKILL)
             case Fault.node_down:
                 take_node_down()
+
+
+def _lasts(fault: PlannedFault, step: int) -> bool:
+    """Whether a rank that is slow from a step on still is so at `step`."""
+    return fault.steps is None or step < fault.at_step + fault.steps
 
 
 def _hang_s(fault: PlannedFault) -> float:

@@ -198,6 +198,18 @@ def test_a_slow_rank_sleeps_in_each_of_its_steps(tmp_path: Path, monkeypatch: py
     assert len(read_events(RunDir(tmp_path))) == 1
 
 
+def test_a_rank_that_goes_on_behind_the_first_slow_step_is_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("time.sleep", slept.append)
+    faults = faults_of(tmp_path, fault="slow", seconds=0.25, steps=5)
+    for step in range(6, 10):
+        faults.strike("step", step)
+    assert slept == [0.25, 0.25]
+    assert [event["step"] for event in read_events(RunDir(tmp_path))] == [6]
+
+
 def test_an_entry_becomes_a_value_with_the_defaults_filled_in() -> None:
     entries: list[dict[str, Any]] = [
         {"at_step": 3, "rank": 1},
