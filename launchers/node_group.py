@@ -5,6 +5,8 @@ Each agent makes a `NodeGroup`. They communicate by files in a folder that all n
 member-003.json        who the agent of node 3 is: host, address, what it offers
 beat-003               a counter that moves while that agent lives; clocks are never compared
                        (whose stands still for too long: launchers/silence.py)
+lost-003.json          that counter as it stood when node 3 was found silent: who comes later need not wait
+                       as long again
 orders/0002.json       what all are to do next, numbered without gaps; taken by link(2), so that there is one
 orders/0002.broken     left by the first agent that saw that order broken
 end-0002-003.json      how node 3's part of order 2 ended
@@ -116,6 +118,8 @@ class NodeGroup:
         self._deaf: socket.socket | None = None
         # Those that `gone` has named and that are still gone.
         self._gone: set[int] = set()
+        # The beats at which nodes fell silent, as this agent told of them.
+        self._told: dict[int, bytes] = {}
         self._is_over = threading.Event()
         self._stall_s = max(_LEAST_STALL_S, _STALL_TIMEOUTS * timeout_s)
         self._stalled = stalled
@@ -231,9 +235,13 @@ class NodeGroup:
 
     def leader(self) -> int:
         """Return the lowest node that has joined and is not silent. It looks no further than that one."""
+        silent = []
         for node in range(self.node):
-            if self._member_file(node).exists() and not self._is_silent(node):
-                return node
+            if self._member_file(node).exists():
+                if not self._is_silent(node):
+                    return node
+                silent.append(node)
+        self._tell_of_silent(silent)
         return self.node
 
     @property
@@ -248,7 +256,9 @@ class NodeGroup:
         now = time.monotonic()
         is_due = now - self._looked_at >= self.look_s
         self._looked_at = now if is_due else self._looked_at
-        return [node for node in nodes if node != self.node and self._is_silent(node, is_read=is_due)]
+        found = [node for node in nodes if node != self.node and self._is_silent(node, is_read=is_due)]
+        self._tell_of_silent(found)
+        return found
 
     def gone(self, nodes: Iterable[int]) -> list[GroupMember]:
         """Return those of `nodes` that are silent and whose hosts do not answer either, each once until it is
@@ -263,8 +273,26 @@ class NodeGroup:
             value = None
             with contextlib.suppress(OSError):
                 value = self._beat_file(node).read_bytes() or None
-            self._watch.see(node, value, self._own_beats)
+            is_new = value is not None and self._watch.last_of(node) is None
+            self._watch.see(node, value, self._own_beats, is_lost=is_new and self._is_known_lost(node, value))
         return self._watch.is_silent(node, self._own_beats)
+
+    def _is_known_lost(self, node: int, value: bytes | None) -> bool:
+        """Tell whether an agent that looked before this one found a node silent where its beat still is."""
+        record = _read(self._lost_file(node))
+        return (
+            record is not None and value is not None and record.get("beat") == value.decode(errors="replace")
+        )
+
+    def _tell_of_silent(self, nodes: Iterable[int]) -> None:
+        """Let agents that come later know of silent nodes."""
+        for node in nodes:
+            value = self._watch.last_of(node)
+            if value is not None and self._told.get(node) != value:
+                self._told[node] = value
+                # Who is not told waits longer.
+                with contextlib.suppress(OSError):
+                    self._write(self._lost_file(node), {"beat": value.decode(errors="replace")})
 
     # What comes next.
 
@@ -332,6 +360,9 @@ class NodeGroup:
 
     def _beat_file(self, node: int) -> Path:
         return self.folder / f"beat-{node:03d}"
+
+    def _lost_file(self, node: int) -> Path:
+        return self.folder / f"lost-{node:03d}.json"
 
     def _end_file(self, number: int, node: int) -> Path:
         return self.folder / f"end-{number:04d}-{node:03d}.json"

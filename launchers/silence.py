@@ -13,6 +13,7 @@ still for everybody, or the watcher itself does, nobody is silent.
 from __future__ import annotations
 
 import errno
+import math
 import socket
 from collections import deque
 from collections.abc import Callable
@@ -80,14 +81,16 @@ class SilenceWatch:
         self._pauses: deque[tuple[int, float]] = deque()
         self._threads: ThreadPoolExecutor | None = None
 
-    def see(self, node: int, value: bytes | None, now: int) -> None:
+    def see(self, node: int, value: bytes | None, now: int, *, is_lost: bool = False) -> None:
         """Take note of a beat that was just read (None: it could not be); `now`: the watcher's own beats.
 
-        A node counts from the first time that it is named.
+        A node counts from the first time that it is named, and is silent at once where it `is_lost`: others
+        have waited for this very beat to move.
         """
         watched = self._watched.get(node)
-        if watched is None:
-            self._watched[node] = _Watched(value, now, now)
+        if watched is None or (watched.value is None and is_lost):
+            waited = math.floor(self._timeout_s / self._beat_s) + 1 if is_lost else 0
+            self._watched[node] = _Watched(value, now - waited, now)
             return
         if value is None or value == watched.value:
             watched.still_at = now
@@ -103,6 +106,11 @@ class SilenceWatch:
         self._take_answer(watched)
         if watched.is_answering is None and watched.question is None:
             self._begin_to_ask(node, watched, now)
+
+    def last_of(self, node: int) -> bytes | None:
+        """Return a node's beat as it was last read; None where it never was."""
+        watched = self._watched.get(node)
+        return None if watched is None else watched.value
 
     def is_silent(self, node: int, now: int) -> bool:
         """Tell whether a node is lost, as far as is known at `now`."""

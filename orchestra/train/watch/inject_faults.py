@@ -97,7 +97,8 @@ class Faults(StepHook):
         for fault in self._moments.get((phase, step), ()):
             self._record(fault, step)
             self._do(fault, step)
-        if phase == Phase.step.name:
+        # Within the time that a step is measured to take.
+        if phase == Phase.forward.name:
             self._be_slow(step)
 
     def loss_factor(self, step: int) -> float:

@@ -82,6 +82,28 @@ def test_the_lowest_living_node_leads_and_a_stopped_one_is_silent(tmp_path: Path
         first.wait()
 
 
+def test_who_comes_later_does_not_wait_again_for_a_node_that_was_found_silent(
+    tmp_path: Path, joined: Join
+) -> None:
+    first = subprocess.Popen([sys.executable, "-c", AGENT, tmp_path, "0"], stdout=subprocess.PIPE)
+    assert first.stdout is not None
+    assert first.stdout.readline() == b"joined\n"
+    second = joined(1)
+    try:
+        assert second.leader() == 0
+        os.kill(first.pid, signal.SIGSTOP)
+        assert joined(1).leader() == 0
+        assert eventually(lambda: second.leads)
+        assert joined(1).leads
+        assert joined(2).silent([0]) == [0]
+        os.kill(first.pid, signal.SIGCONT)
+        assert eventually(lambda: second.leader() == 0)
+        assert joined(1).leader() == 0
+    finally:
+        first.kill()
+        first.wait()
+
+
 def test_a_look_at_some_nodes_says_nothing_of_the_others(joined: Join) -> None:
     first, second = joined(0, 2), joined(1, 2)
     assert second.silent([0]) == []

@@ -205,7 +205,7 @@ def test_a_rank_that_goes_on_behind_the_first_slow_step_is_slow(
     monkeypatch.setattr("time.sleep", slept.append)
     faults = faults_of(tmp_path, fault="slow", seconds=0.25, steps=5)
     for step in range(6, 10):
-        faults.strike("step", step)
+        faults.strike("forward", step)
     assert slept == [0.25, 0.25]
     assert [event["step"] for event in read_events(RunDir(tmp_path))] == [6]
 
