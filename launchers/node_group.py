@@ -216,8 +216,12 @@ class NodeGroup:
     def _beat(self, count: int) -> None:
         assert self.member is not None
         # Opened and closed each time: that is what makes NFS send it, and show it to whoever opens it.
-        with self._beat_file(self.node).open("wb", buffering=0) as file:
-            file.write(f"{self.member.incarnation} {count:08d}\n".encode())
+        # Written over what was there, which is as long: whoever reads meanwhile finds no empty file.
+        file = os.open(self._beat_file(self.node), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            os.write(file, f"{self.member.incarnation} {count:08d}\n".encode())
+        finally:
+            os.close(file)
 
     def members(self) -> dict[int, GroupMember]:
         """Return who has joined and not left, by node."""

@@ -64,6 +64,8 @@ class _Watched:
     num_misses: int = 0
     question: Future[bool | None] | None = None
     asked_at: int = 0
+    # How often in a row the beat could not be read.
+    num_unread: int = 0
 
 
 class SilenceWatch:
@@ -92,8 +94,12 @@ class SilenceWatch:
             waited = math.floor(self._timeout_s / self._beat_s) + 1 if is_lost else 0
             self._watched[node] = _Watched(value, now - waited, now)
             return
+        watched.num_unread = watched.num_unread + 1 if value is None else 0
         if value is None or value == watched.value:
-            watched.still_at = now
+            # One that could not be read once says nothing: after a time in which nobody looked, all of that
+            # would count as silence.
+            if watched.num_unread != 1:
+                watched.still_at = now
             return
         # What is known of the pause: while nobody looked the beat may have moved.
         pause_s = (watched.still_at - watched.moved_at) * self._beat_s

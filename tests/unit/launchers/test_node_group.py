@@ -104,6 +104,23 @@ def test_who_comes_later_does_not_wait_again_for_a_node_that_was_found_silent(
         first.wait()
 
 
+def test_who_reads_a_beat_while_it_is_written_finds_one(tmp_path: Path, joined: Join) -> None:
+    group, is_over = joined(0), threading.Event()
+
+    def beat() -> None:
+        while not is_over.is_set():
+            group._beat(7)
+
+    writer = threading.Thread(target=beat)
+    writer.start()
+    try:
+        sizes = {len((tmp_path / "beat-000").read_bytes()) for _ in range(20_000)}
+    finally:
+        is_over.set()
+        writer.join()
+    assert sizes == {len(b"0123456789ab 00000007\n")}
+
+
 def test_a_look_at_some_nodes_says_nothing_of_the_others(joined: Join) -> None:
     first, second = joined(0, 2), joined(1, 2)
     assert second.silent([0]) == []

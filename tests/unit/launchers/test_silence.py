@@ -75,6 +75,20 @@ def test_while_nobody_looks_nobody_falls_silent() -> None:
     assert node.live(5) is None
 
 
+def test_a_beat_that_cannot_be_read_once_after_a_time_in_which_nobody_looked_says_nothing() -> None:
+    node = Node()
+    node.live(20)
+    node.now += 100
+    node.watch.see(1, None, node.now)
+    assert not node.watch.is_silent(1, node.now)
+    node.count += 100
+    assert node.live(5) is None
+    for _ in range(2 + round(TIMEOUT_S / BEAT_S)):
+        node.now += 1
+        node.watch.see(1, None, node.now)
+    assert node.watch.is_silent(1, node.now)
+
+
 def test_a_host_that_never_answered_has_the_whole_time_out_too() -> None:
     node = Node(ask=lambda: False)
     node.live(20)
