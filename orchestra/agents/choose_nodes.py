@@ -294,6 +294,38 @@ def gives_layout(config: Config, num_nodes: int) -> bool:
     return not any(batch_problems(config.train, mesh.dp))
 
 
+def most_nodes(config: Config) -> int:
+    """Return the largest number of nodes that the run may have and that gives a layout; all that it wants
+    where none does, so that the ranks say why.
+    """
+    wanted = config.cluster.nodes
+    return next((count for count in _numbers_of_nodes(config) if gives_layout(config, count)), wanted)
+
+
+def batch_without_layout(config: Config) -> str | None:
+    """Return why the run cannot go on with any number of nodes that it may have: it is to go back into a
+    batch of a ramp that none of them shares out. None where one does.
+
+    `config` as `of_next_attempt` returns it.
+    """
+    counts = _numbers_of_nodes(config)
+    if not config.train.batch_ramp or any(gives_layout(config, count) for count in counts):
+        return None
+    nodes = f"{counts[-1]} to {counts[0]}" if len(counts) > 1 else f"{counts[0]}"
+    tokens = config.train.batch_ramp[0].global_batch_tokens
+    return (
+        f"it would go on with a batch of {tokens} tokens (train.batch_ramp), which {nodes} nodes of "
+        f"{config.cluster.gpus_per_node} ranks do not share out; resume it with cluster.nodes or "
+        "cluster.gpus_per_node that do"
+    )
+
+
+def _numbers_of_nodes(config: Config) -> range:
+    """Return the numbers of nodes that an attempt may have, the largest first."""
+    wanted, least = config.cluster.nodes, config.recovery.min_nodes
+    return range(wanted, (wanted if least is None else least) - 1, -1)
+
+
 def of_next_attempt(config: Config, run: RunDir) -> Config:
     """Return the configuration that nodes for a further attempt are chosen by: without the batches of a ramp
     that the run no longer trains, which more or fewer ranks need not share out. Raises OSError.
@@ -346,7 +378,10 @@ def next_nodes(
         places = _with_spares(order, places, spares, members, _degree(slow(members), doubts(members, listed)))
     nodes = [node for node in places if node is not None]
     if len(nodes) == len(order.nodes):
-        return tuple(nodes)
+        if gives_layout(config, len(nodes)):
+            return tuple(nodes)
+        # The run goes back into a batch of a ramp that these do not share out; more may have stood by.
+        nodes += [node for node in spares if node not in nodes]
     return shrunk(nodes, config, members)
 
 

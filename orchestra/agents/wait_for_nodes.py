@@ -87,6 +87,7 @@ class Preflight:
     def first_nodes(self, members: Mapping[int, GroupMember]) -> tuple[int, ...] | None:
         """Return the nodes of a job's first attempt, in rank order; None: they are too few."""
         config = choose_nodes.of_next_attempt(self._context.config, self._context.run)
+        wanted = choose_nodes.most_nodes(config)
         bad = choose_nodes.excluded_hosts(read_events(self._context.run), self._context.scheduler.facts())
         able = [
             node
@@ -94,8 +95,8 @@ class Preflight:
             if choose_nodes.is_fit(member) and member.host not in bad
         ]
         nodes = preferred(
-            choose_nodes.arranged(able, members, config, config.cluster.nodes),
-            config.cluster.nodes,
+            choose_nodes.arranged(able, members, config, wanted),
+            wanted,
             slow(members),
             doubts(members, self.listed),
             lambda nodes: choose_nodes.shrunk(nodes, config, members),
