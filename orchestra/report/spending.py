@@ -163,4 +163,4 @@ def _idle_node_s(
         idle_node_s += max(0, held - nodes) * max(0.0, until - since)
         idle_node_s += event["before_s"] if is_number(event.get("before_s")) else 0.0
         since, held = until, event["nodes"]
-    return idle_node_s + max(0, held - nodes) * max(0.0, end - since)
+    return float(idle_node_s + max(0, held - nodes) * max(0.0, end - since))
