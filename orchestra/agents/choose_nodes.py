@@ -21,7 +21,7 @@ from launchers.slurm.switches import SwitchPath, distance, ordered
 from orchestra.agents.context import AgentContext
 from orchestra.errors import ConfigError
 from orchestra.recovery.history import Attempt
-from orchestra.recovery.policy import Action, Decision, Resources, node_is_gone
+from orchestra.recovery.policy import Action, Decision, Resources, broken_device, node_is_gone
 from orchestra.run.events import EventWriter, is_number, read_events
 from orchestra.run.files import Record
 from orchestra.run.paths import RunDir
@@ -221,18 +221,35 @@ def excluded_hosts(events: Iterable[Record], here: Mapping[str, Any]) -> frozens
     """Return the hosts that decisions so far left out of this run. `here`: the facts of this start of a job.
 
     A host that was merely gone is left out of the start that it left: Slurm gives none to a later one before
-    it answers again, and a long run would in time be left without nodes.
+    it answers again, and a long run would in time be left without nodes. One that a later attempt had to use
+    again (`last_resort`) is not left out any more.
     """
-    hosts: set[str] = set()
+    # By host the attempt after which it was left out, and the last one that used it.
+    left_out: dict[str, int] = {}
+    used: dict[str, int] = {}
     starts: dict[int, tuple[object, object]] = {}
     for event in events:
         if event["event"] == "attempt_started":
             starts[event["attempt"]] = _start_of_job(event)
+            used.update(dict.fromkeys(event.get("hosts") or (), event["attempt"]))
         elif event["event"] == "restarting" and isinstance(event.get("exclude"), list):
             is_of_here = starts.get(event["attempt"]) == _start_of_job(here)
             if is_of_here or event.get("rule") != node_is_gone.__name__:
-                hosts.update(event["exclude"])
-    return frozenset(hosts)
+                left_out.update(dict.fromkeys(event["exclude"], event["attempt"]))
+    return frozenset(host for host, attempt in left_out.items() if used.get(host, -1) <= attempt)
+
+
+def last_resort(events: Iterable[Record], here: Mapping[str, Any]) -> frozenset[str]:
+    """Return those of the hosts left out with which a job may train that would have too few nodes otherwise:
+    what failed twice is an ordinary failure where there is nowhere else to go. Not those whose device
+    computed something wrong.
+    """
+    events = list(events)
+    wrong: set[str] = set()
+    for event in events:
+        if event["event"] == "restarting" and event.get("rule") == broken_device.__name__:
+            wrong.update(event.get("exclude") or ())
+    return excluded_hosts(events, here) - wrong
 
 
 def _start_of_job(facts: Mapping[str, Any]) -> tuple[object, object]:
