@@ -154,7 +154,7 @@ class ClusterConfig:
     # nodes: 2, train.micro_batch_size: 2}] (keys of `cluster` by themselves, others in full). A run is
     # submitted as a job for each; whichever starts first trains, and the others are withdrawn.
     alternatives: list[dict[str, Any]] = field(default_factory=list)
-    # Jobs of one sweep that run at the same time; null: as many as the site allows.
+    # Jobs of one sweep on Slurm that run at the same time; null: as many as the site allows.
     array_throttle: int | None = None
     # Members of a sweep on this machine (`orchestra run -m`) that train at the same time; each gets its
     # share of the cores, and GPUs of its own.

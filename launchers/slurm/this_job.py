@@ -186,6 +186,8 @@ class JobTask:
     cluster: str | None = None
     # The switches above this node, the topmost first; empty where Slurm knows none.
     switches: SwitchPath = ()
+    # When this start of the job got its nodes (Unix seconds); None where Slurm did not say it (before 22.05).
+    job_began: float | None = None
 
     @property
     def array_task(self) -> int | None:
@@ -203,6 +205,7 @@ def job_task(environment: Mapping[str, str]) -> JobTask:
     if num_tasks != num_nodes:
         raise LauncherError(f"{num_tasks} tasks on {num_nodes} nodes, expected one task on each")
     array, member = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
+    began = environment.get("SLURM_JOB_START_TIME", "")
     return JobTask(
         job=f"{array}_{member}" if array and member else environment["SLURM_JOB_ID"],
         restart=int(environment.get("SLURM_RESTART_COUNT") or 0),
@@ -213,4 +216,5 @@ def job_task(environment: Mapping[str, str]) -> JobTask:
         launch_address=environment.get("SLURM_LAUNCH_NODE_IPADDR"),
         cluster=environment.get("SLURM_CLUSTER_NAME") or None,
         switches=own_path(environment),
+        job_began=float(began) if began.isdecimal() and int(began) else None,
     )

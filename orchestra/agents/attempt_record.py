@@ -20,6 +20,7 @@ from launchers.torchrun import Ending, LaunchSpec
 from orchestra.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, LaunchError
 from orchestra.recovery.history import Attempt, attempt_of
 from orchestra.recovery.incidents import Verdict, judge, node_verdict, signal_name
+from orchestra.report.unwatched import beginner
 from orchestra.run.events import EventWriter, is_number, node_writer, read_events
 from orchestra.run.files import read_last_lines
 from orchestra.run.metrics_file import sound_row
@@ -147,6 +148,7 @@ def write_started(record: AttemptRecord, config: Config, spec: LaunchSpec, **con
             nodes=spec.num_nodes,
             ranks_per_node=spec.ranks_per_node,
             **_layout(config, spec.world_size),
+            **beginner(os.environ),
             **context,
         )
     except OSError as error:

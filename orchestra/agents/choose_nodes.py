@@ -21,7 +21,7 @@ from launchers.slurm.switches import SwitchPath, distance, ordered
 from orchestra.agents.context import AgentContext
 from orchestra.errors import ConfigError
 from orchestra.recovery.history import Attempt
-from orchestra.recovery.policy import Action, Decision, Resources, node_is_gone
+from orchestra.recovery.policy import Action, Decision, Resources, broken_device, node_is_gone
 from orchestra.run.events import EventWriter, is_number, read_events
 from orchestra.run.files import Record
 from orchestra.run.paths import RunDir
@@ -221,18 +221,35 @@ def excluded_hosts(events: Iterable[Record], here: Mapping[str, Any]) -> frozens
     """Return the hosts that decisions so far left out of this run. `here`: the facts of this start of a job.
 
     A host that was merely gone is left out of the start that it left: Slurm gives none to a later one before
-    it answers again, and a long run would in time be left without nodes.
+    it answers again, and a long run would in time be left without nodes. One that a later attempt had to use
+    again (`last_resort`) is not left out any more.
     """
-    hosts: set[str] = set()
+    # By host the attempt after which it was left out, and the last one that used it.
+    left_out: dict[str, int] = {}
+    used: dict[str, int] = {}
     starts: dict[int, tuple[object, object]] = {}
     for event in events:
         if event["event"] == "attempt_started":
             starts[event["attempt"]] = _start_of_job(event)
+            used.update(dict.fromkeys(event.get("hosts") or (), event["attempt"]))
         elif event["event"] == "restarting" and isinstance(event.get("exclude"), list):
             is_of_here = starts.get(event["attempt"]) == _start_of_job(here)
             if is_of_here or event.get("rule") != node_is_gone.__name__:
-                hosts.update(event["exclude"])
-    return frozenset(hosts)
+                left_out.update(dict.fromkeys(event["exclude"], event["attempt"]))
+    return frozenset(host for host, attempt in left_out.items() if used.get(host, -1) <= attempt)
+
+
+def last_resort(events: Iterable[Record], here: Mapping[str, Any]) -> frozenset[str]:
+    """Return those of the hosts left out with which a job may train that would have too few nodes otherwise:
+    what failed twice is an ordinary failure where there is nowhere else to go. Not those whose device
+    computed something wrong.
+    """
+    events = list(events)
+    wrong: set[str] = set()
+    for event in events:
+        if event["event"] == "restarting" and event.get("rule") == broken_device.__name__:
+            wrong.update(event.get("exclude") or ())
+    return excluded_hosts(events, here) - wrong
 
 
 def _start_of_job(facts: Mapping[str, Any]) -> tuple[object, object]:
@@ -294,6 +311,38 @@ def gives_layout(config: Config, num_nodes: int) -> bool:
     return not any(batch_problems(config.train, mesh.dp))
 
 
+def most_nodes(config: Config) -> int:
+    """Return the largest number of nodes that the run may have and that gives a layout; all that it wants
+    where none does, so that the ranks say why.
+    """
+    wanted = config.cluster.nodes
+    return next((count for count in _numbers_of_nodes(config) if gives_layout(config, count)), wanted)
+
+
+def batch_without_layout(config: Config) -> str | None:
+    """Return why the run cannot go on with any number of nodes that it may have: it is to go back into a
+    batch of a ramp that none of them shares out. None where one does.
+
+    `config` as `of_next_attempt` returns it.
+    """
+    counts = _numbers_of_nodes(config)
+    if not config.train.batch_ramp or any(gives_layout(config, count) for count in counts):
+        return None
+    nodes = f"{counts[-1]} to {counts[0]}" if len(counts) > 1 else f"{counts[0]}"
+    tokens = config.train.batch_ramp[0].global_batch_tokens
+    return (
+        f"it would go on with a batch of {tokens} tokens (train.batch_ramp), which {nodes} nodes of "
+        f"{config.cluster.gpus_per_node} ranks do not share out; resume it with cluster.nodes or "
+        "cluster.gpus_per_node that do"
+    )
+
+
+def _numbers_of_nodes(config: Config) -> range:
+    """Return the numbers of nodes that an attempt may have, the largest first."""
+    wanted, least = config.cluster.nodes, config.recovery.min_nodes
+    return range(wanted, (wanted if least is None else least) - 1, -1)
+
+
 def of_next_attempt(config: Config, run: RunDir) -> Config:
     """Return the configuration that nodes for a further attempt are chosen by: without the batches of a ramp
     that the run no longer trains, which more or fewer ranks need not share out. Raises OSError.
@@ -346,7 +395,10 @@ def next_nodes(
         places = _with_spares(order, places, spares, members, _degree(slow(members), doubts(members, listed)))
     nodes = [node for node in places if node is not None]
     if len(nodes) == len(order.nodes):
-        return tuple(nodes)
+        if gives_layout(config, len(nodes)):
+            return tuple(nodes)
+        # The run goes back into a batch of a ramp that these do not share out; more may have stood by.
+        nodes += [node for node in spares if node not in nodes]
     return shrunk(nodes, config, members)
 
 

@@ -23,7 +23,14 @@ from orchestra.agents.growth.resize import living
 from orchestra.agents.node_check.after_hang import RingAnswers, cut_off
 from orchestra.agents.node_copies import MEMORY, memory_of
 from orchestra.agents.wait_for_nodes import Preflight, WaitForNodes, called_off, start_failed
-from orchestra.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, LaunchError
+from orchestra.errors import (
+    EXIT_DO_NOT_RESTART,
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_STOPPED,
+    LaunchError,
+)
 from orchestra.recovery import history
 from orchestra.recovery.incidents import Incident, Verdict, incidents, node_verdict
 from orchestra.recovery.policy import Action, Decision, Rules, decide
@@ -355,9 +362,19 @@ class Leader:
         self, number: int, decision: Decision, verdict: Verdict, record: AttemptRecord, lost: list[int]
     ) -> None:
         context = self._context
+        problem = choose_nodes.batch_without_layout(choose_nodes.of_next_attempt(context.config, context.run))
+        if problem is not None:
+            # No other job would have other nodes.
+            outcome = f"{decision.reason}: {problem}"
+            _write_final(record, verdict, EXIT_DO_NOT_RESTART, outcome)
+            self._order_end(number, EXIT_DO_NOT_RESTART, outcome, lost)
+            return
         try:
             if not context.scheduler.can_requeue:
-                raise LaunchError(f"too few nodes are left, and no other job may follow ({decision.reason})")
+                raise LaunchError(
+                    "the nodes that are left are too few, or have no layout for its batch, and no other job "
+                    f"may follow ({decision.reason})"
+                )
             outcome = context.scheduler.requeue(decision, record.number, record.events)
             # The other job's attempt must hear of a cancel that came while that job was submitted.
             self._forward_requests(record.number, record.number + 1, only=stop_requests.CANCEL)

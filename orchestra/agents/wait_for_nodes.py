@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from conf.schema import Config
 from launchers.node_group import GroupMember
 from orchestra.agents import choose_nodes
 from orchestra.agents.attempt import requests_of
@@ -63,6 +64,14 @@ class WaitForNodes:
         """Return which nodes are missing, as an error's words."""
         num_nodes = self._context.group.num_nodes
         missing = sorted(set(range(num_nodes)) - set(members))
+        events, here = read_events(self._context.run), self._context.scheduler.facts()
+        bad = choose_nodes.excluded_hosts(events, here)
+        out = [member.host for member in members.values() if member.host in bad]
+        if out and not missing:
+            return (
+                f"{', '.join(out)} failed this run before, or computed something wrong, and too few other "
+                "nodes are there; resume it without (cluster.exclude), or on fewer nodes"
+            )
         return (
             f"only {len(members)} of {num_nodes} nodes came within {NODES_TIMEOUT_S:g} s or can train; "
             f"missing: {', '.join(map(str, missing)) or 'none'}. Their logs tell what became of them, or "
@@ -87,21 +96,31 @@ class Preflight:
     def first_nodes(self, members: Mapping[int, GroupMember]) -> tuple[int, ...] | None:
         """Return the nodes of a job's first attempt, in rank order; None: they are too few."""
         config = choose_nodes.of_next_attempt(self._context.config, self._context.run)
-        bad = choose_nodes.excluded_hosts(read_events(self._context.run), self._context.scheduler.facts())
+        wanted = choose_nodes.most_nodes(config)
+        events, here = read_events(self._context.run), self._context.scheduler.facts()
+        bad = choose_nodes.excluded_hosts(events, here)
+        nodes = self._chosen(members, config, wanted, bad)
+        if nodes is None and (usable := choose_nodes.last_resort(events, here)):
+            # Too few others were there, and Slurm gave them again.
+            nodes = self._chosen(members, config, wanted, bad - usable)
+        # Without those that were left out another order may be better.
+        return None if nodes is None else choose_nodes.arranged(nodes, members, config)
+
+    def _chosen(
+        self, members: Mapping[int, GroupMember], config: Config, wanted: int, bad: Collection[str]
+    ) -> tuple[int, ...] | None:
         able = [
             node
             for node, member in sorted(members.items())
             if choose_nodes.is_fit(member) and member.host not in bad
         ]
-        nodes = preferred(
-            choose_nodes.arranged(able, members, config, config.cluster.nodes),
-            config.cluster.nodes,
+        return preferred(
+            choose_nodes.arranged(able, members, config, wanted),
+            wanted,
             slow(members),
             doubts(members, self.listed),
             lambda nodes: choose_nodes.shrunk(nodes, config, members),
         )
-        # Without those that were left out another order may be better.
-        return None if nodes is None else choose_nodes.arranged(nodes, members, config)
 
     def write(self, events: EventWriter, members: Mapping[int, GroupMember], taken: Sequence[int]) -> None:
         """Write down and say what was found, of sound nodes one event alone, and in which order they are."""

@@ -6,8 +6,11 @@ where it ends in _s, hours where it ends in _hours. Whoever checks an override o
 
 from __future__ import annotations
 
+import dataclasses
 import re
+import types
 import typing
+from collections.abc import Mapping
 from fractions import Fraction
 
 from orchestra.config.keys import Key
@@ -45,6 +48,39 @@ def plain_number(key: Key, written: str) -> int | float | None:
         is_plain = re.fullmatch(r"[+-]?\d+", written)
         return int(value) if value.denominator == 1 and not is_plain else None
     return float(value) if written[-1:].isalpha() else None
+
+
+def plain_list(key: Key, value: object) -> list[object] | None:
+    """Return a list with the numbers that its elements mean, those of sections by the type of their key.
+
+    None where `value` is no list that `key` takes, or needs no translation.
+    """
+    kinds = typing.get_args(key.type) if typing.get_origin(key.type) is types.UnionType else (key.type,)
+    inner = next((typing.get_args(kind)[0] for kind in kinds if typing.get_origin(kind) is list), None)
+    if inner is None or not isinstance(value, list):
+        return None
+    hints = typing.get_type_hints(inner) if dataclasses.is_dataclass(inner) else {}
+    plain = [_plain_element(key, inner, hints, element) for element in value]
+    return None if all(new is old for new, old in zip(plain, value, strict=True)) else plain
+
+
+def _plain_element(key: Key, kind: object, hints: Mapping[str, object], element: object) -> object:
+    """Return an element with its numbers translated, the very same where there are none."""
+    if not isinstance(element, dict):
+        return _plain_value(Key(key.name, kind, None), element)
+    named = {
+        name: _plain_value(Key(f"{key.name}.{name}", hints.get(name), None), each)
+        for name, each in element.items()
+    }
+    return element if all(named[name] is each for name, each in element.items()) else named
+
+
+def _plain_value(key: Key, value: object) -> object:
+    """Return the number that is meant, or the value. What is in quotes is of another type."""
+    if not isinstance(value, (str, float)):
+        return value
+    plain = plain_number(key, str(value))
+    return value if plain is None else plain
 
 
 def _value(key: Key, written: str) -> Fraction | None:

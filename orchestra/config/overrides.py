@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -17,7 +18,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from orchestra.config.keys import Key, empty, find_key, nearest, shown, takes_text, takes_texts, unknown_key
-from orchestra.config.numbers import binary_instead, plain_number
+from orchestra.config.numbers import binary_instead, plain_list, plain_number
 from orchestra.config.preset_files import GROUPS, Scratch, Tree, own_folder
 from orchestra.config.rules.value_rules import run_name_problems
 
@@ -165,7 +166,10 @@ def _as_typed(override: Override, key: Key | None) -> str:
     if override.is_delete() or override.is_sweep_override():
         return text
     value, before = override.value(), text.partition("=")[0]
-    if (plain := _plain(override)) is not None:
+    if isinstance(plain := _plain(override), list):
+        # Texts in quotes keep them.
+        return f"{before}={replace(override, _value=plain).get_value_element_as_str()}"
+    if plain is not None:
         return f"{before}={plain}"
     if _is_number(value) and _PLAIN.fullmatch(raw):
         is_text = override.key_or_group in GROUPS or (key is not None and takes_text(key))
@@ -179,12 +183,17 @@ def _as_typed(override: Override, key: Key | None) -> str:
     return text
 
 
-def _plain(override: Override) -> int | float | None:
-    """Return a number that is written with a unit or an exponent; None for other values."""
+def _plain(override: Override) -> Any:
+    """Return a number that is written with a unit or an exponent, or a list with such ones; None for other
+    values.
+    """
     key = find_key(override.key_or_group)
     if key is None or override.is_delete() or override.is_sweep_override():
         return None
-    return plain_number(key, _raw(override))
+    if (number := plain_number(key, _raw(override))) is not None:
+        return number
+    # As it was parsed: it still tells which texts are in quotes.
+    return plain_list(key, override._value)
 
 
 def _is_number(value: object) -> bool:
@@ -280,7 +289,8 @@ def _value_problems(override: Override, scratch: Scratch) -> Iterator[str]:
         yield empty(key, name)
     else:
         plain = _plain(override)
-        yield from scratch.problems(name, override.value() if plain is None else plain)
+        meant = override if plain is None else replace(override, _value=plain)
+        yield from scratch.problems(name, meant.value())
 
 
 def hydra_setting(text: str) -> str:

@@ -11,8 +11,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from orchestra.config.keys import element_problems, find_key, unknown_key, wrong_type
-from orchestra.config.numbers import plain_number
+from orchestra.config.keys import element_problems, find_key, shown, unknown_key, wrong_type
+from orchestra.config.numbers import plain_list, plain_number
 from orchestra.run.config_file import writable_schema
 
 # The YAML tree on disk: where it is, which groups and presets it has. It reads names, not contents.
@@ -88,8 +88,9 @@ class Scratch:
             try:
                 OmegaConf.update(self._node, name, value)
             except (OmegaConfBaseException, ValueError, TypeError, IndexError, OverflowError):
-                plain = plain_number(key, str(value))
-                yield wrong_type(key, name, value) if plain is None else f"{name}={value}: write {plain}"
+                plain = plain_number(key, str(value)) or plain_list(key, value)
+                wrong = wrong_type(key, name, value)
+                yield wrong if plain is None else f"{name}={shown(value)}: write {shown(plain)}"
 
 
 def file_problems(file: Path, section: str) -> list[str]:

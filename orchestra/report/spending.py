@@ -116,37 +116,51 @@ def _gpu_hours(
     held_s = idle_s = 0.0
     for index, attempt in enumerate(times):
         following = times[index + 1] if index + 1 < len(times) else None
-        gpus = _gpus_held(attempt, times[:index], config)
-        if gpus is None:
+        gpus_per_node = _gpus_per_node(attempt)
+        if gpus_per_node is None:
             return None, None, f"attempt {attempt.attempt.number} does not say how many ranks it had"
         end = attempt.end
         if following is not None and following.is_same_start(attempt):
             end = following.started
         elif following is None and now is not None and attempt.ended is None:
             end = now
-        seconds = max(0.0, end - attempt.started)
-        held_s += sum(gpus) * seconds
-        idle_s += gpus[1] * seconds
+        idle = gpus_per_node * _idle_node_s(attempt, times[:index], config, end)
+        held_s += gpus_per_node * attempt.attempt.start["nodes"] * max(0.0, end - attempt.started) + idle
+        idle_s += idle
     return held_s / 3600.0, idle_s / 3600.0, None
 
 
-def _gpus_held(
-    attempt: AttemptTimes, before: Sequence[AttemptTimes], config: Config | None
-) -> tuple[float, float] | None:
-    """Return the GPUs that an attempt trains on, and those of the nodes that its jobs have idle."""
+def _gpus_per_node(attempt: AttemptTimes) -> float | None:
+    """Return the GPUs of each node that an attempt trains on; None where it does not say its ranks."""
     nodes, ranks = (attempt.attempt.start.get(key) for key in ("nodes", "ranks_per_node"))
     if not is_whole(nodes) or not is_whole(ranks):
         return None
-    held = attempt.attempt.start.get("nodes_held")
-    if not is_whole(held):
-        # Of an older version: what the configuration says.
-        held = nodes + (0 if config is None or attempt.job is None else config.cluster.spare_nodes)
-        of_job = [each for each in before if each.is_same_start(attempt)]
-        held -= sum(len(each.attempt.named("node_replaced")) for each in of_job)
     shared = attempt.attempt.named("devices_shared")
     per_gpu = shared[-1].get("ranks") if shared else 1
     members = (attempt.attempt.training_started or {}).get("members_on_device")
     gpus_per_node = ranks / (per_gpu if is_whole(per_gpu) and per_gpu else 1)
     # Members of a sweep that share a GPU have a part of it each.
-    gpus_per_node /= members if is_whole(members) and members else 1
-    return nodes * gpus_per_node, max(0, held - nodes) * gpus_per_node
+    return gpus_per_node / (members if is_whole(members) and members else 1)
+
+
+def _idle_node_s(
+    attempt: AttemptTimes, before: Sequence[AttemptTimes], config: Config | None, end: float
+) -> float:
+    """Return the node-seconds in which an attempt's jobs had nodes that it did not train on, up to `end`."""
+    nodes, held = (attempt.attempt.start.get(key) for key in ("nodes", "nodes_held"))
+    assert nodes is not None
+    if not is_whole(held):
+        # Of an older version: what the configuration says.
+        held = nodes + (0 if config is None or attempt.job is None else config.cluster.spare_nodes)
+        of_job = [each for each in before if each.is_same_start(attempt)]
+        held -= sum(len(each.attempt.named("node_replaced")) for each in of_job)
+    idle_node_s, since = 0.0, attempt.started
+    # Nodes of a job that helps it come while it trains, and had been held since that job began.
+    for event in attempt.attempt.named("nodes_held"):
+        if not is_whole(event.get("nodes")):
+            continue
+        until = min(end, max(since, float(event["time"])))
+        idle_node_s += max(0, held - nodes) * max(0.0, until - since)
+        idle_node_s += event["before_s"] if is_number(event.get("before_s")) else 0.0
+        since, held = until, event["nodes"]
+    return float(idle_node_s + max(0, held - nodes) * max(0.0, end - since))

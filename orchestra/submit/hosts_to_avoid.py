@@ -69,10 +69,16 @@ def hosts_without(config: Config, run: RunDir, cluster: str | None) -> tuple[str
 
 
 def hosts_of_next_job(
-    config: Config, run: RunDir, cluster: str | None, failed: Sequence[str], of_run: Iterable[str]
+    config: Config,
+    run: RunDir,
+    cluster: str | None,
+    failed: Sequence[str],
+    of_run: Iterable[str],
+    kept: Sequence[str] = (),
 ) -> NextJobHosts:
     """Return whom the next job of a run is submitted without: `failed` just now, then `of_run`, which failed
-    it before, then those on the list. Where Slurm cannot be asked about its nodes: `failed` alone.
+    it before, then those on the list. Where Slurm cannot be asked about its nodes: `failed`, and `kept`,
+    which the job would go on to leave out if nothing were said.
     """
     own, listed = config.cluster, []
     if config.recovery.exclude_hours > 0:
@@ -83,7 +89,7 @@ def hosts_of_next_job(
     try:
         states = node_states(own.partition)
     except LauncherError:
-        hosts = NextJobHosts(tuple(dict.fromkeys(failed)))
+        hosts = NextJobHosts(tuple(dict.fromkeys([*failed, *kept])))
     else:
         others = {name: state for name, state in states.items() if name not in own.exclude}
         hosts = bounded(failed, before, others, own.nodes + own.spare_nodes)

@@ -426,9 +426,10 @@ def _refuse_begin(train: TrainConfig, dp: int, begin: Position) -> None:
             f"the newest checkpoint is of step {begin.step}, and train.steps={train.steps} ends before it; "
             f"use more than {begin.step}, or another checkpoint.dir"
         )
-    # It may go back further than its records say, into a batch of a ramp that was over.
+    # It may go back further than its records said, into a batch of a ramp that was over. They say it now: the
+    # agents choose other nodes, or end the run where it has none that would do.
     if problems := list(batch_problems(train, dp, begin.step)):
-        raise ConfigError(problems)
+        raise TrainingError("\n".join(problems))
 
 
 def _profiler(

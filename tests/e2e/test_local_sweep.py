@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from commands import PACE, environment, orchestra, words
 
+from orchestra.run.events import read_events
 from orchestra.run.metrics_file import read_metrics
 from orchestra.run.paths import RunDir
 from tests.support.tiny import TINY_MODEL
@@ -48,6 +49,8 @@ def test_members_train_as_single_runs_do_and_only_once(tmp_path: Path) -> None:
     assert "adopted 2 members" in again
     assert "finished  loss" in again
     assert not (tmp_path / "runs" / "other" / "000").exists()
+    (start,) = read_events(RunDir(tmp_path / "runs" / "grid" / "000"), ("attempt_started",))
+    assert start["begun_by"]["pid"] not in (None, start["pid"])
     table = orchestra(tmp_path, "status", "grid").stdout
     assert "2 finished" in table
     assert "lowest  grid/000" in table

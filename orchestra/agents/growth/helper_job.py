@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from launchers import LauncherError
 from launchers.host_network import interface_of
 from launchers.slurm.this_job import JobTask
 from orchestra.agents.context import Scheduler
+from orchestra.agents.growth.held_nodes import HELD_SINCE
 from orchestra.run.control import stop_requests
 from orchestra.submit.launch import own_address
 
@@ -62,6 +64,7 @@ class HelperJob(Scheduler):
     def __init__(self, config: Config, task: JobTask) -> None:
         self._config = config
         self._task = task
+        self._began = time.time()
 
     @property
     def host(self) -> str:
@@ -72,7 +75,10 @@ class HelperJob(Scheduler):
         return own_address(self._config.cluster.network, dataclasses.replace(self._task, num_nodes=2))
 
     def place(self) -> dict[str, Any]:
-        return {"switches": list(self._task.switches), "interface": interface_of(self.own_address())}
+        # Before this process began nodes were got ready, and images pulled.
+        held = self._began if self._task.job_began is None else self._task.job_began
+        interface = interface_of(self.own_address())
+        return {"switches": list(self._task.switches), "interface": interface, HELD_SINCE: held}
 
     def stop_reason(self, _signal: str) -> str:
         """Return what a warning to this job asks for: that the run goes on without its nodes."""

@@ -24,6 +24,7 @@ from orchestra.agents.choose_nodes import (
     resized,
 )
 from orchestra.agents.context import AgentContext
+from orchestra.agents.growth.held_nodes import HeldNodes
 from orchestra.agents.growth.wanted_nodes import WantedNodes
 from orchestra.run.control import stop_requests
 from orchestra.run.events import read_events
@@ -45,6 +46,7 @@ class Resize:
         self._has_asked = self._has_told = False
         self._listed: Mapping[str, str] = {}
         self._excluded: Collection[str] = ()
+        self._held: HeldNodes | None = None
         # Unix seconds at which the run may be resized again.
         self._due = math.inf
         self._of_next, self._of_next_until = context.config, -math.inf
@@ -59,6 +61,9 @@ class Resize:
                 self._listed = context.scheduler.excluded()
                 self._excluded = excluded_hosts(events, context.scheduler.facts())
                 self._due = _last_change(events) + (config.recovery.resize_every_s or 0.0)
+                starts = (event for event in reversed(events) if event["event"] == "attempt_started")
+                start = next((event for event in starts if event["attempt"] == record.number), None)
+                self._held = HeldNodes(record.events, living(context, order), start)
 
     def look(self) -> None:
         """Do what is due. Called about ten times a second."""
@@ -81,6 +86,8 @@ class Resize:
             self._of_next_until = now + _RAMP_S
             self._of_next = of_next_attempt(context.config, context.run)
         alive, config = living(context, order), self._of_next
+        if self._held is not None:
+            self._held.look(alive)
         there, wanted = len(order.nodes), config.cluster.nodes
         num_coming = sum(node not in order.nodes and self._is_of_use(alive[node]) for node in alive)
         counts = range(1, wanted - there + 1)

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from conf.schema import Requeue
-from launchers import LauncherError, SlurmRefused, processes
+from launchers import LauncherError, SlurmRefused, SlurmSilent, processes
 from launchers.node_agent import StopRequests
 from launchers.slurm import this_job
 from launchers.slurm.queue import RUNNING
@@ -60,6 +60,7 @@ _TROUBLE_S = 60.0
 # With nobody at work the node is kept for so long where Slurm does not say whether another job has left a
 # member, or where it cannot be written how members ended.
 _PATIENCE_S = 120.0
+_SILENCE_S = 2.0
 # In the environment of whatever belongs to one place of a member.
 _MARK = "ORCHESTRA_PLACE"
 
@@ -301,7 +302,7 @@ class NodePack:
             _say("nothing is left to take")
             return EXIT_FAILED if self._gone or self._ends else EXIT_DONE
         if first is None:
-            return self._end_before_others(waiting)
+            return self._end_before_others(waiting, signals)
         job = None
         try:
             job = this_job.own_job(self._task.job)
@@ -317,41 +318,50 @@ class NodePack:
                 _say(f"not queued again: {error}; `orchestra resume` submits what is left")
         return code_for_slurm(EXIT_STOPPED, self._config)
 
-    def _end_before_others(self, waiting: Sequence[str]) -> int:
+    def _end_before_others(self, waiting: Sequence[str], signals: StopRequests) -> int:
         """Leave members that wait to the array's other jobs; where there are none, have Slurm queue this one
-        again, without its node where that is to blame. Return the job's exit code.
+        again, without its node where that is to blame. Return the job's exit code. A Slurm that does not
+        answer is asked again for `_PATIENCE_S`: else they would be left behind.
         """
-        try:
-            if not last_of_array.is_last(self._sweep, self._array.number, self._task):
-                _say(f"{len(waiting)} members wait for a place in the array's other jobs")
-                return EXIT_DONE
-            if self._config.cluster.requeue is Requeue.never:
-                raise LaunchError("no job may follow (cluster.requeue=never)")
-            if last_of_array.is_too_often(self._sweep, self._array.number, self._task):
-                raise LaunchError(f"this job was queued again {MOST_MOVES} times in a row because of that")
-            blamed = [self._host] if self._is_blamed else []
-            # What is said to Slurm takes the place of what the job leaves out already.
-            before = self._left_out()
-            exclude = hosts_of_next_job(
-                self._config, self._runs[0], self._task.cluster, blamed, before
-            ).exclude
-            self._say_left(is_again=True)
-            _say(f"{len(waiting)} members wait for a place, and no other job takes them: queued again")
-            this_job.requeue(self._task.job, exclude)
-        except (OrchestraError, LauncherError, OSError) as error:
+        deadline = time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                return self._leave(waiting)
+            except SlurmSilent as error:
+                if signals.count():
+                    return self._end(signals)
+                if time.monotonic() < deadline:
+                    time.sleep(_SILENCE_S)
+                    continue
+                reason = str(error)
+            except (OrchestraError, LauncherError, OSError) as error:
+                reason = str(error)
             _say(
                 f"error: {len(waiting)} members wait for a place ({', '.join(waiting)}), and this job ends: "
-                f"{error}; `orchestra resume {self._sweep.name}` submits what is left"
+                f"{reason}; `orchestra resume {self._sweep.name}` submits what is left"
             )
             return EXIT_FAILED
-        return code_for_slurm(EXIT_STOPPED, self._config)
 
-    def _left_out(self) -> list[str]:
-        """Return the nodes that this job must not get, by Slurm's word; none where it does not say."""
-        with contextlib.suppress(LauncherError):
-            excluded = this_job.own_job(self._task.job).excluded
-            return this_job.names_of(excluded) if excluded else []
-        return []
+    def _leave(self, waiting: Sequence[str]) -> int:
+        """Raises SlurmSilent where Slurm does not answer, OrchestraError, LauncherError and OSError."""
+        if not last_of_array.is_last(self._sweep, self._array.number, self._task):
+            _say(f"{len(waiting)} members wait for a place in the array's other jobs")
+            return EXIT_DONE
+        if self._config.cluster.requeue is Requeue.never:
+            raise LaunchError("no job may follow (cluster.requeue=never)")
+        if last_of_array.is_too_often(self._sweep, self._array.number, self._task):
+            raise LaunchError(f"this job was queued again {MOST_MOVES} times in a row because of that")
+        own = this_job.own_job(self._task.job)
+        # A request that got no answer may have been heard.
+        if not own.is_ending and own.restarts <= self._task.restart:
+            # What is said to Slurm takes the place of what the job leaves out already.
+            before = this_job.names_of(own.excluded) if own.excluded else []
+            blamed, cluster = [self._host] if self._is_blamed else [], self._task.cluster
+            hosts = hosts_of_next_job(self._config, self._runs[0], cluster, blamed, before, kept=before)
+            self._say_left(is_again=True)
+            _say(f"{len(waiting)} members wait for a place, and no other job takes them: queued again")
+            this_job.requeue(self._task.job, hosts.exclude)
+        return code_for_slurm(EXIT_STOPPED, self._config)
 
     def _say_left(self, *, is_again: bool = False) -> None:
         # Without it another job may think that this one takes members still.

@@ -28,6 +28,7 @@ from orchestra.cli.text.describe import (
     spent_lines,
     spent_record,
     sweep_summary,
+    unwatched_lines,
     used_lines,
 )
 from orchestra.cli.text.resolve import (
@@ -46,6 +47,7 @@ from orchestra.report.attempts import RankProcess, rank_processes
 from orchestra.report.run_state import MemberState, RunState, SweepState, by_phase, waits_for_storage
 from orchestra.report.scheduler import read_states
 from orchestra.report.spending import read_spending
+from orchestra.report.unwatched import unwatched
 from orchestra.run.config_file import read_config
 from orchestra.run.events import read_events
 from orchestra.run.metrics_file import eval_column
@@ -330,6 +332,8 @@ def _of_sweep(state: SweepState, width: int | None) -> list[str]:
     if left := len(state.members) - len(chosen):
         lines.append(f"and {left} more: {invocation('status', state.sweep)} --all")
     lines += _best(state)
+    alone = unwatched((each.run, each.state) for each in state.members)
+    lines += unwatched_lines(state.sweep, alone)
     if any(phase.ended_badly for phase in state.counts):
         lines.append(f"next    `{invocation('why', state.sweep)}`")
     # What goes on only when somebody resumes it.

@@ -21,6 +21,7 @@ from orchestra.cli.text.figures import number_of
 from orchestra.config.machine import this_machine
 from orchestra.errors import EXIT_DONE, ConfigError, OrchestraError
 from orchestra.report.run_state import read_state
+from orchestra.report.unwatched import unwatched
 from orchestra.run.paths import Sweep, SweepDir, read_sweep
 from orchestra.run.run_folders import remember
 from orchestra.submit import wait as waiting
@@ -126,6 +127,9 @@ def _train(action: SweepAction, ledger: SweepLedger, arguments: Namespace) -> in
     if action.kept:
         what = "adopted" if action.is_new else "kept   "
         say(f"{what} {number_of(len(action.kept), 'member')} as they are: {counted(action.kept)}")
+    alone = unwatched((kept.run, kept.state) for kept in action.kept)
+    for line in describe.unwatched_lines(ledger.sweep, alone):
+        say(line + ("; the others train beside it" if runs else ""))
     if number > 1:
         say(f"        what each prints: {describe.shown(output_of(ledger.sweep.member(0)))} and so on")
     return train_members(ledger.sweep, runs, is_shown=not arguments.json, begun=begun, ended=ended)

@@ -28,6 +28,7 @@ from orchestra.sizes.pipeline_check import check
 from orchestra.sizes.pipeline_schedule import pipeline_shape, schedule
 from orchestra.sizes.step_shares import read_shares
 from orchestra.sizes.topology import batch_ramp, batch_shape, global_batch_size, has_open_micro_batch, layout
+from orchestra.sizes.units import first_few
 from orchestra.submit.launch import threads_per_rank, usable_cores
 
 if TYPE_CHECKING:
@@ -356,6 +357,19 @@ def sweep_summary(state: SweepState) -> str:
     """Return "12 members: 8 finished, 2 running, 2 queued"."""
     phases = f": {figures.counts(state.counts)}" if state.members else ""
     return f"{figures.number_of(len(state.members), 'member')}{phases}"
+
+
+def unwatched_lines(sweep: SweepDir, runs: Sequence[RunDir]) -> list[str]:
+    """Return a line about members that train on although the command that began them is gone."""
+    if not runs:
+        return []
+    names = first_few([f"{sweep.name}/{run.name}" for run in runs])
+    one = len(runs) == 1
+    what = (
+        f"{names} trains on to its end by itself" if one else f"{names} train on to their ends by themselves"
+    )
+    them, cancel = "it" if one else "them", invocation("cancel", runs[0] if one else sweep)
+    return [f"note    {what}: the command that began {them} is gone; `{cancel}` stops {them}"]
 
 
 def note_unanswered(problems: Iterable[str]) -> None:

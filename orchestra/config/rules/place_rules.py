@@ -412,6 +412,11 @@ def rule_array_throttle(config: Config, _: Situation) -> Iterator[str]:
     throttle = config.cluster.array_throttle
     if throttle is not None and throttle < 1:
         yield f"cluster.array_throttle={throttle} lets no job of a sweep run; use 1 or more, or leave it out"
+    elif throttle is not None and config.cluster.launcher is LauncherName.local:
+        yield (
+            f"cluster.array_throttle={throttle} is for sweeps on Slurm (`orchestra submit -m`); here "
+            f"cluster.members_at_once={throttle} says how many members train at a time (1 by default)"
+        )
 
 
 def rule_stop_exit_code(config: Config, _: Situation) -> Iterator[str]:

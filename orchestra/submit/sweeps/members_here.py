@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 
 from orchestra.errors import EXIT_INTERRUPTED, EXIT_STOPPED
+from orchestra.report.unwatched import begun_by_this
 from orchestra.run.config_file import read_config
 from orchestra.run.paths import RunDir, SweepDir
 from orchestra.submit.sweeps.member_shares import MemberShare, on_cores, shares
@@ -84,7 +85,7 @@ def _started(sweep: SweepDir, run: RunDir, share: MemberShare, *, is_shown: bool
     folders = [str(sweep.newest_code()), *([str(sweep.plugins)] if sweep.plugins.is_dir() else [])]
     others = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
     path = os.pathsep.join(dict.fromkeys([*folders, *others]))
-    environment = {**os.environ, "PYTHONPATH": path, **share.environment}
+    environment = {**os.environ, "PYTHONPATH": path, **begun_by_this(), **share.environment}
     # -P: a folder `orchestra` in the working directory is not the snapshot.
     command = [sys.executable, "-P", "-m", "orchestra", "resume", str(run.path)]
     output_of(run).parent.mkdir(exist_ok=True)

@@ -27,6 +27,7 @@ from orchestra.agents.choose_nodes import (
     arranged,
     by_preference,
     doubts,
+    excluded_hosts,
     found_unfit,
     gives_layout,
     next_nodes,
@@ -41,7 +42,7 @@ from orchestra.agents.choose_nodes import (
 from orchestra.agents.context import END, AgentContext, Scheduler
 from orchestra.agents.leader import Leader
 from orchestra.agents.node_check.after_hang import without_links
-from orchestra.agents.wait_for_nodes import Preflight
+from orchestra.agents.wait_for_nodes import Preflight, WaitForNodes
 from orchestra.errors import LaunchError
 from orchestra.recovery.history import attempt_of
 from orchestra.recovery.policy import Action, Decision
@@ -400,6 +401,31 @@ def test_where_no_job_may_follow_the_reason_is_said(run: RunDir, joined: Join) -
     groups = joined({"unfit": "no room"}, {})
     with pytest.raises(LaunchError, match="node1: no room"):
         Leader(led(run, groups[0], Scheduler())).look(None)
+
+
+@pytest.mark.parametrize(("rule", "is_used"), [("same_host_twice", True), ("broken_device", False)])
+def test_a_node_that_failed_twice_is_used_where_slurm_has_no_other_and_no_broken_device_is(
+    run: RunDir, joined: Join, rule: str, is_used: bool
+) -> None:
+    """The job after that may get it again where too few others are there."""
+    events = EventWriter(run, "test", ATTEMPT)
+    hosts = ["node1", "node2"]
+    events.write("attempt_started", job="7", job_start=0, hosts=hosts)
+    events.write("restarting", decision="requeue", rule=rule, exclude=["node2"])
+    groups = joined({}, {}, {})
+    preflight = Preflight(led(run, groups[0], Cluster()))
+    assert preflight.first_nodes(groups[0].members()) == (0, 2)
+    groups.pop().leave()
+    there = groups[0].members()
+    assert preflight.first_nodes(there) == ((0, 1) if is_used else None)
+    assert excluded_hosts(read_events(run), {}) == {"node2"}
+    if is_used:
+        # It is one of the run's own again: a failure is no loss of it.
+        EventWriter(run, "next", ATTEMPT + 1).write("attempt_started", job="8", job_start=0, hosts=hosts)
+        assert excluded_hosts(read_events(run), {}) == frozenset()
+    else:
+        words = WaitForNodes(led(run, groups[0], Cluster())).too_few(members({}, {}, {}))
+        assert words.startswith("node2 failed this run before, or computed something wrong")
 
 
 def test_a_listed_node_is_left_out_where_a_spare_is_there(run: RunDir, joined: Join) -> None:

@@ -122,11 +122,22 @@ def test_an_unfit_node_takes_no_more_and_the_last_job_is_queued_again_without_it
     assert asked == ["scontrol requeue 12_0", "scontrol update JobId=12_0 ExcNodeList=node1"]
 
 
+@pytest.mark.parametrize("silent", ["", "slurmctld", "sinfo"])
 def test_a_job_that_is_queued_again_keeps_away_from_nodes_that_it_left_out_before(
-    sweep: SweepDir, slurm: Slurm, signals: StopRequests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sweep: SweepDir,
+    slurm: Slurm,
+    signals: StopRequests,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    silent: str,
 ) -> None:
-    """An earlier start left one out, or Slurm itself did."""
+    """An earlier start left one out, or Slurm itself did; in this moment Slurm may be silent."""
+    monkeypatch.setattr(pack, "_SILENCE_S", 0.0)
     array, (run,) = members(sweep, 1)
+    if silent == "slurmctld":
+        slurm.tell("silent", SILENT)
+    elif silent:
+        slurm.put("sinfo", f'echo "{SILENT}" >&2; exit 1')
     slurm.has_job("12_0", ExcNodeList=NODES.replace("1-2", "2-3"))
     slurm.tell("job-node[2-3]", "node2\nnode3\n")
     job, events = asking(RunDir(tmp_path / "other"), PLACE, -1)
@@ -139,6 +150,25 @@ def test_a_job_that_is_queued_again_keeps_away_from_nodes_that_it_left_out_befor
     assert newest_place(run, 0) == MemberPlace(0, "12_0", 0, "goes on")
     (update,) = (call for call in slurm.calls("scontrol") if "update" in call)
     assert update == "scontrol update JobId=12_0 ExcNodeList=node1,node2,node3"
+
+
+def test_members_that_wait_are_not_left_behind_because_slurm_is_silent_for_a_moment(
+    sweep: SweepDir, slurm: Slurm, signals: StopRequests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pack, "_SILENCE_S", 0.0)
+    array, (run,) = members(sweep, 1)
+    run.control.rmdir()
+    run.control.write_text("in the way")
+    once = (
+        f'test -e "{slurm.folder}/asked" || {{ touch "{slurm.folder}/asked"; echo "{SILENT}" >&2; exit 1; }}'
+    )
+    slurm.put("squeue", f'{once}; cat "{slurm.folder}/queue"')
+    assert NodePack(sweep, array, 1, TASK).work(signals) == EXIT_STOPPED
+    assert "scontrol requeue 12_0" in slurm.calls("scontrol")
+    # One that does not come back is an error.
+    monkeypatch.setattr(pack, "_PATIENCE_S", 0.0)
+    slurm.put("squeue", f'echo "{SILENT}" >&2; exit 1')
+    assert NodePack(sweep, array, 1, TASK).work(signals) == EXIT_FAILED
 
 
 def test_members_that_wait_are_left_to_another_job_of_the_array_else_it_is_an_error(

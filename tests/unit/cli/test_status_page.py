@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -13,15 +15,21 @@ from support.command_line import CommandLine
 from support.fake_slurm import FakeSlurm, queue_line
 from support.run_records import started_elsewhere, submitted, submitted_sweep
 
+from launchers import processes
 from orchestra.cli.look.status_command import shortened
+from orchestra.cli.run import sweep_here
 from orchestra.cli.text import figures
 from orchestra.cli.text.resolve import all_targets, resolve, resolve_target
 from orchestra.errors import EXIT_USAGE, ConfigError
 from orchestra.recovery.accounting import attempt_times
+from orchestra.report.unwatched import beginner, begun_by_this
 from orchestra.run.control.stop_requests import read_requests
-from orchestra.run.events import EventWriter, rank_writer
+from orchestra.run.events import EventWriter, node_writer, rank_writer
 from orchestra.run.files import JsonLinesWriter
-from orchestra.run.paths import RunDir, Sweep, SweepDir, SweepMember, to_json
+from orchestra.run.paths import RunDir, Sweep, SweepDir, SweepMember, read_sweep, to_json
+from orchestra.submit.hand_over import SweepLedger
+from orchestra.submit.sweeps.members import member_states
+from orchestra.submit.sweeps.submit_sweep import SweepAction, SweepResume
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -89,6 +97,36 @@ def test_a_sweep_by_name_is_the_table_of_its_members(
     assert lowest == "lowest  lr-sweep/001 (optim.lr=1e-4 parallelism.tp=1): loss 1.5000"
     assert why == "next    `orchestra why lr-sweep`"
     assert resume == "resume  `orchestra resume lr-sweep` runs what is missing or failed"
+
+
+def test_members_that_train_on_without_the_command_that_began_them_are_told(
+    tmp_path: Path, slurm: FakeSlurm, orchestra: CommandLine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command of a sweep on this machine was killed, and that of a member's own `resume` was not."""
+    sweep = submitted_sweep(tmp_path, 3)
+    said = "from orchestra.report.unwatched import begun_by_this as begun; print(*begun().values())"
+    (variable,) = begun_by_this()
+    gone = {variable: subprocess.check_output([sys.executable, "-c", said], text=True).strip()}
+    leader = processes.find(os.getpid())
+    assert leader is not None
+    for index, environment in enumerate((gone, begun_by_this(), {})):
+        run = sweep.member(index)
+        run.record.write_text(json.dumps({**json.loads(run.record.read_text()), "jobs": []}))
+        started = {"pid": leader.pid, "pid_started": leader.started, **beginner(environment)}
+        EventWriter(run, node_writer(0, 0), 0).write("attempt_started", **started)
+    head, *_, note = orchestra("status", "lr-sweep").out.splitlines()
+    assert head == "lr-sweep: 3 members: 3 running"
+    words = (
+        "note    lr-sweep/000 trains on to its end by itself: the command that began it is gone; "
+        "`orchestra cancel lr-sweep/000` stops it"
+    )
+    assert note == words
+    # Who goes on with the sweep is told too.
+    record = read_sweep(sweep)
+    resume = SweepResume(sweep, record, (), is_here=True)
+    action = SweepAction(sweep, [], member_states(sweep, record), resume=resume)
+    assert sweep_here._train(action, SweepLedger(sweep, record), Namespace(json=False)) is None
+    assert words in capsys.readouterr().out.splitlines()
 
 
 def test_a_member_is_named_in_many_ways(tmp_path: Path, slurm: FakeSlurm) -> None:

@@ -359,6 +359,7 @@ rule_best_by_eval
         -> keep_best=1 by run.metric | make it one
 rule_array_throttle
     cluster.array_throttle=0 -> cluster.array_throttle=0 | 1 or more
+    cluster.array_throttle=2 -> orchestra submit -m | cluster.members_at_once=2
 rule_stop_exit_code
     cluster.stop_exit_code=1 -> cluster.stop_exit_code=1 | 75
 rule_members_at_once

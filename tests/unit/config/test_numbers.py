@@ -11,6 +11,7 @@ import pytest
 from conf.schema import Config
 from orchestra.config.compose import changed_config, compose
 from orchestra.config.machine import Situation
+from orchestra.config.overrides import check_overrides
 from orchestra.config.sweep import compose_members
 from orchestra.errors import ConfigError
 
@@ -56,6 +57,26 @@ def test_a_number_may_be_written_with_a_unit_or_an_exponent(typed: str, value: A
     assert (found, type(found)) == (value, type(value))
 
 
+def test_numbers_inside_lists_may_be_written_so_too() -> None:
+    ramp = (
+        "train.batch_ramp=[{tokens: 0, global_batch_tokens: 8Ki}, {tokens: 1.5M, global_batch_tokens: 16Ki}]"
+    )
+    config = composed("train.seq_len=256", ramp, "train.profile.steps=[1k, 1002]", "train.steps=2k")
+    stages = [(stage.tokens, stage.global_batch_tokens) for stage in config.train.batch_ramp]
+    assert stages == [(0, 8192), (1_500_000, 16384)]
+    assert config.train.profile.steps == [1000, 1002]
+    longer = changed_config(config, [ramp.replace("1.5M", "2e6")], HERE)
+    assert longer.train.batch_ramp[1].tokens == 2_000_000
+    assert any("batch_ramp" in each for each in problems(ramp.replace("1.5M", "1.5Q")))
+    assert any("batch_ramp" in each for each in problems(ramp.replace("1.5M", "1h")))
+
+
+def test_texts_beside_a_number_with_a_unit_keep_their_quotes() -> None:
+    typed = "data.blend=[{path: '/a, b', name: '8k', weight: 2k}, {path: /c, weight: 1}]"
+    (override,) = check_overrides([typed]).accepted
+    assert override == "data.blend=[{path:'/a, b',name:'8k',weight:2000.0},{path:/c,weight:1}]"
+
+
 @pytest.mark.parametrize(
     ("typed", "words"),
     [
@@ -83,10 +104,12 @@ def test_sweeps_and_presets_know_units_too(tmp_path: Path) -> None:
     assert [member.config.train.steps for member in members] == [1000, 2000]
     (tmp_path / "train").mkdir()
     file = tmp_path / "train" / "mine.yaml"
-    file.write_text("seq_len: 1k\n")
-    assert problems(f"hydra.searchpath=[{tmp_path}]", "train=mine") == [
-        f"{file}: train.seq_len=1k: write 1000"
-    ]
+    for written, words in (
+        ("seq_len: 1k", "train.seq_len=1k: write 1000"),
+        ("profile: {steps: [1k, 1002]}", "train.profile.steps=[1k,1002]: write [1000,1002]"),
+    ):
+        file.write_text(f"{written}\n")
+        assert problems(f"hydra.searchpath=[{tmp_path}]", "train=mine") == [f"{file}: {words}"]
 
 
 def test_tokens_give_the_number_of_steps() -> None:

@@ -149,6 +149,8 @@ def test_a_task_knows_its_place() -> None:
     inside = {"SLURM_JOB_ID": "12", "SLURM_PROCID": "2", "SLURM_NTASKS": "3", "SLURM_NNODES": "3"}
     task = job_task({**inside, "SLURM_RESTART_COUNT": "1", "SLURMD_NODENAME": "node3"})
     assert (task.job, task.restart, task.node, task.num_nodes, task.host) == ("12", 1, 2, 3, "node3")
+    assert task.job_began is None
+    assert job_task({**inside, "SLURM_JOB_START_TIME": "1795648000"}).job_began == 1795648000.0
     member = job_task({**inside, "SLURM_ARRAY_JOB_ID": "10", "SLURM_ARRAY_TASK_ID": "4"})
     assert (member.job, member.restart) == ("10_4", 0)
     with pytest.raises(LauncherError, match="SLURM_JOB_ID"):
