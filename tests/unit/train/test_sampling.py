@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -90,6 +92,6 @@ def test_experts_have_the_capacity_of_a_whole_sequence_as_in_training() -> None:
     with torch.no_grad():
         padded = torch.tensor([prompt + [0] * (config.train.seq_len - len(prompt))])
         expected = mixture(padded)[0, len(prompt) - 1, :VOCABULARY].argmax()
-    request = {"tokens": prompt, "max_tokens": 1, "vocab_size": VOCABULARY, "end_id": None}
+    request: dict[str, Any] = {"tokens": prompt, "max_tokens": 1, "vocab_size": VOCABULARY, "end_id": None}
     request |= {"temperature": 0, "top_p": 1.0, "seed": 0}
     assert ACTS["generate"](mixture, config, torch.device("cpu"), request) == {"tokens": [int(expected)]}
