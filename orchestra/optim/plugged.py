@@ -205,7 +205,7 @@ class PluggedOptimizer:
             raise ConfigError(
                 f"{self._said}: its state {name} of {item.name} has the shape {list(value.shape)}, the "
                 f"parameter {list(item.master.shape)}; parts of it belong to other ranks, and only state of "
-                "the parameter's shape and numbers can be parted: use parallelism.zero=0 and tp=1"
+                "the parameter's shape and numbers can be parted: use parallelism.zero=0, tp=1 and ep=1"
             )
         if value is None:
             return _NOTHING

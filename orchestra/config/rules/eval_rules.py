@@ -50,11 +50,18 @@ def rule_best_by_eval(config: Config, _: Situation) -> Iterator[str]:
     goes_by_it = is_eval_column(config.run.metric) and config.checkpoint.keep_best > 0
     if not goes_by_it or not every or saves is None:
         return
-    if isinstance(saves, str) or saves % every:
+    found = (
+        f"checkpoint.keep_best={config.checkpoint.keep_best} by run.metric={config.run.metric} needs an "
+        "evaluation at each save"
+    )
+    if config.checkpoint.every_s is not None:
         yield (
-            f"checkpoint.keep_best={config.checkpoint.keep_best} by run.metric={config.run.metric} needs an "
-            f"evaluation at each save: checkpoint.every_steps={saves} is no multiple of "
-            f"eval.every_steps={every}; make it one"
+            f"{found}: with checkpoint.every_s={config.checkpoint.every_s:g} nobody knows beforehand which "
+            f"steps are saved; give checkpoint.every_steps, a multiple of eval.every_steps={every}"
+        )
+    elif isinstance(saves, str) or saves % every:
+        yield (
+            f"{found}: checkpoint.every_steps={saves} is no multiple of eval.every_steps={every}; make it one"
         )
 
 

@@ -154,14 +154,25 @@ def rule_optimizer(config: Config, _: Situation) -> Iterator[str]:
             f"parallelism.tp={parallelism.tp}: {said} needs whole matrices, and those that tensor "
             "parallelism has cut are not put together; use tp=1"
         )
-    elif facts.parts_problem and (parallelism.zero >= 1 or parallelism.tp > 1):
-        key = "zero" if parallelism.zero >= 1 else "tp"
+    elif facts.parts_problem and (key := _divides_parameters(config)):
         yield (
             f"parallelism.{key}={getattr(parallelism, key)}: {said} needs whole parameters "
-            f"({facts.parts_problem}), and ranks would have parts; use parallelism.zero=0 and tp=1"
+            f"({facts.parts_problem}), and ranks would have parts; use parallelism.zero=0, tp=1 and ep=1"
+        )
+    elif facts.apart_problem and parallelism.ep > 1:
+        yield (
+            f"parallelism.ep={parallelism.ep}: {said} takes all parameters together "
+            f"({facts.apart_problem}), and each rank would have its own experts; use parallelism.ep=1"
         )
     if facts.apart_problem and parallelism.pp > 1:
         yield (
             f"parallelism.pp={parallelism.pp}: {said} takes all parameters together "
             f"({facts.apart_problem}), and each stage would have its own; use parallelism.pp=1"
         )
+
+
+def _divides_parameters(config: Config) -> str | None:
+    """Return the key by which a rank has parts of parameters; None where it has whole ones."""
+    parallelism = config.parallelism
+    degrees = {"zero": parallelism.zero + 1, "tp": parallelism.tp, "ep": parallelism.ep}
+    return next((key for key, degree in degrees.items() if degree > 1), None)

@@ -26,6 +26,7 @@ from conf.schema import Config, Device, PrecisionConfig, PrecisionName
 from orchestra.data.held_out import held_out_data
 from orchestra.errors import EXIT_DONE, EXIT_FAILED, DataError, OrchestraError
 from orchestra.model.transformer import Transformer
+from orchestra.parallel.expert_balance import mixtures_of
 from orchestra.parallel.mesh import make_mesh
 from orchestra.precision.policies import policy
 from orchestra.run.config_file import read_config
@@ -100,6 +101,9 @@ def _evaluated(model: Transformer, config: Config, device: torch.device, request
 def _sampled(model: Transformer, config: Config, _: torch.device, request: Mapping[str, Any]) -> Any:
     """Return the tokens that follow those of the request."""
     choice = Choice(request["temperature"], request["top_p"], request["seed"])
+    for mixture in mixtures_of(model).values():
+        # The capacity of experts is that of a whole sequence, as in training, however few tokens there are.
+        mixture.whole_length = config.train.seq_len
     # Places beyond those that were trained on mean nothing to the model.
     context = min(config.train.seq_len, config.model.max_position_embeddings)
     tokens = sampled(

@@ -74,6 +74,8 @@ rule_optimizer
     optim.target=sgd  optim.betas=[0.8,0.9] -> optim.betas=[0.8,0.9] | optim.options.betas
     optim.target=sgd  parallelism.offload=optimizer_disk -> use parallelism.offload=none
     optim.target=orchestra.optim.muon:Muon  parallelism.tp=2 -> parallelism.tp=2 | whole matrices
+    optim.target=torch.optim:Adafactor  model.num_experts=4  parallelism.ep=2
+        -> parallelism.ep=2 | needs whole parameters | ep=1
 rule_roll_back
     recovery.loss_spike.action=roll_back  checkpoint.every_steps=null -> checkpoint.every_steps=null | skip
     train.on_nonfinite=roll_back  recovery.max_restarts=0 -> roll_back | max_restarts=0
@@ -357,6 +359,8 @@ rule_eval_data
 rule_best_by_eval
     eval.every_steps=5  run.metric=eval/held_out/loss  checkpoint.keep_best=1  checkpoint.every_steps=12
         -> keep_best=1 by run.metric | make it one
+    eval.every_steps=5  run.metric=eval/held_out/loss  checkpoint.keep_best=1  checkpoint.every_s=60.0
+        -> keep_best=1 by run.metric | with checkpoint.every_s=60 nobody knows | give checkpoint.every_steps
 rule_array_throttle
     cluster.array_throttle=0 -> cluster.array_throttle=0 | 1 or more
     cluster.array_throttle=2 -> orchestra submit -m | cluster.members_at_once=2

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from conf.schema import ModelConfig
+from conf.schema import Config, ModelConfig, TrainConfig
 from orchestra.model.transformer import Transformer, fill_initial_values
 from orchestra.train.inference.sampling import Choice, chosen, sampled
+from orchestra.train.inference.use_checkpoint import ACTS
 
 PADDED, VOCABULARY, CONTEXT = 32, 23, 8
 
@@ -64,3 +67,31 @@ def test_top_p_keeps_the_fewest_tokens_that_reach_the_share() -> None:
     assert drawn(0.81) == {0, 1, 2}
     assert drawn(1e-6) == {0}
     assert drawn(1.0, temperature=0.01) == {0}
+
+
+def test_experts_have_the_capacity_of_a_whole_sequence_as_in_training() -> None:
+    """Of a short text by itself most tokens would go without their expert, which they had in training."""
+    config = Config(
+        model=ModelConfig(
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            vocab_size=PADDED,
+            num_experts=4,
+            num_experts_per_tok=1,
+            moe_capacity_factor=1.0,
+            init_std=0.5,
+        ),
+        train=TrainConfig(seq_len=CONTEXT * 4),
+    )
+    mixture = Transformer(config.model)
+    fill_initial_values(mixture, 3)
+    prompt = [1, 1, 1, 1, 2, 2, 2, 3]
+    with torch.no_grad():
+        padded = torch.tensor([prompt + [0] * (config.train.seq_len - len(prompt))])
+        expected = mixture(padded)[0, len(prompt) - 1, :VOCABULARY].argmax()
+    request: dict[str, Any] = {"tokens": prompt, "max_tokens": 1, "vocab_size": VOCABULARY, "end_id": None}
+    request |= {"temperature": 0, "top_p": 1.0, "seed": 0}
+    assert ACTS["generate"](mixture, config, torch.device("cpu"), request) == {"tokens": [int(expected)]}
