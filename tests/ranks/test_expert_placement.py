@@ -36,7 +36,7 @@ from orchestra.run.files import Record
 from orchestra.run.heartbeat import Heart, Phase
 from orchestra.run.metrics_file import eval_column, read_metrics
 from orchestra.run.paths import RunDir
-from tests.support.row_products import NEEDS_ROW_PRODUCTS
+from tests.support.torch_features import NEEDS_ROW_PRODUCTS
 
 MOVES_AFTER, LAST = 8, 20
 AUTO, FIXED = ExpertPlacement.auto, ExpertPlacement.fixed

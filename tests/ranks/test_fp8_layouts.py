@@ -26,7 +26,7 @@ from small_trainings import (
 
 from conf.schema import Config, Family, ModelConfig, Recompute, Scaling
 from orchestra.sizes.flops import num_parameters
-from tests.support.row_products import NEEDS_ROW_PRODUCTS
+from tests.support.torch_features import NEEDS_ROW_PRODUCTS
 
 FEW = 5
 

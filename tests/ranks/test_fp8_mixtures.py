@@ -14,7 +14,7 @@ from small_trainings import Trained, assert_goes_on_bit_for_bit, joined
 from torch import Tensor
 
 from conf.schema import Config, ModelConfig, Scaling
-from tests.support.row_products import NEEDS_ROW_PRODUCTS
+from tests.support.torch_features import NEEDS_ROW_PRODUCTS
 
 # Experts' products have scales of rows.
 pytestmark = NEEDS_ROW_PRODUCTS

@@ -40,7 +40,7 @@ from orchestra.precision.fp8 import (
 from orchestra.precision.rounded_weights import RoundedWeights
 from orchestra.sizes.topology import Layout
 from orchestra.train.build import Training, build_training
-from tests.support.row_products import EACH_SCALING, NEEDS_ROW_PRODUCTS
+from tests.support.torch_features import EACH_SCALING, NEEDS_ROW_PRODUCTS
 
 TOKENS, INPUTS, OUTPUTS = 32, 48, 64
 

@@ -16,7 +16,7 @@ from conf.schema import Scaling
 from orchestra.precision import fp8_experts
 from orchestra.precision.fp8 import FORWARD, Rounded, attach_rounded, attached, round_weight_, rounded
 from orchestra.precision.fp8_experts import Fp8GroupedProducts
-from tests.support.row_products import NEEDS_ROW_PRODUCTS
+from tests.support.torch_features import NEEDS_ROW_PRODUCTS
 
 INPUTS, OUTPUTS = 32, 48
 # An expert with none, one with a whole block of rows and one with more; the last three rows are nobody's.

@@ -15,7 +15,7 @@ from orchestra.model.loss import IGNORED_TARGET, MakeProducts, PlainProducts, cr
 from orchestra.precision.fp8 import BACKWARD, FORWARD, attach_rounded, round_weight_, rounded
 from orchestra.precision.fp8_output import Fp8OutputProducts
 from tests.support.inductor_bytes import counted_bytes
-from tests.support.row_products import EACH_SCALING, NEEDS_ROW_PRODUCTS
+from tests.support.torch_features import EACH_SCALING, NEEDS_ROW_PRODUCTS
 from tests.unit.precision.test_fp8 import MODEL, config_of, losses, wide
 
 TOKENS, HIDDEN, WORDS = 96, 32, 1008
