@@ -137,7 +137,10 @@ def _one_by_one(
     for expert, end in enumerate(ends_X.tolist()):
         own = slice(begin, end)
         if is_of_rows and begin < end:
-            rows, weight = Rounded(left[own], left_scale[own]), Rounded(right[expert], right_scale[expert])
+            # A copy: a view of the scales begins at any multiple of 4 bytes, and nobody promises of a GPU's
+            # kernels that they read scales one by one.
+            rows = Rounded(left[own], left_scale[own].clone())
+            weight = Rounded(right[expert], right_scale[expert])
             out[own] = scaled_product(rows, weight, _RESULT, keeps_digits=keeps_digits)
         elif not is_of_rows:
             grad = Rounded(left[:, own].contiguous(), left_scale[expert])

@@ -36,6 +36,7 @@ from orchestra.run.files import Record
 from orchestra.run.heartbeat import Heart, Phase
 from orchestra.run.metrics_file import eval_column, read_metrics
 from orchestra.run.paths import RunDir
+from tests.support.torch_features import NEEDS_ROW_PRODUCTS
 
 MOVES_AFTER, LAST = 8, 20
 AUTO, FIXED = ExpertPlacement.auto, ExpertPlacement.fixed
@@ -225,6 +226,7 @@ def in_fp8(how: ExpertPlacement, **others: Any) -> Config:
     return replace(config, model=model, eval=EvalConfig(every_steps=EVERY, steps=1))
 
 
+@NEEDS_ROW_PRODUCTS
 def test_what_is_kept_in_fp8_follows_experts_that_move_after_an_evaluation(
     ranks: Ranks, tmp_path: Path
 ) -> None:

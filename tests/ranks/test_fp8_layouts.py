@@ -26,6 +26,7 @@ from small_trainings import (
 
 from conf.schema import Config, Family, ModelConfig, Recompute, Scaling
 from orchestra.sizes.flops import num_parameters
+from tests.support.torch_features import NEEDS_ROW_PRODUCTS
 
 FEW = 5
 
@@ -89,6 +90,7 @@ def test_matrices_that_travel_in_fp8_train_the_same_bits(ranks: Ranks, name: str
     assert_same_bits(before, after)
 
 
+@NEEDS_ROW_PRODUCTS
 @pytest.mark.parametrize("world", [2, 4])
 def test_matrices_travel_in_one_byte_an_element(ranks: Ranks, world: int) -> None:
     """But the embedding, the blocks that stay in 16 bits, and all with scales by row."""

@@ -14,6 +14,10 @@ from small_trainings import Trained, assert_goes_on_bit_for_bit, joined
 from torch import Tensor
 
 from conf.schema import Config, ModelConfig, Scaling
+from tests.support.torch_features import NEEDS_ROW_PRODUCTS
+
+# Experts' products have scales of rows.
+pytestmark = NEEDS_ROW_PRODUCTS
 
 STEPS = 3
 # Sizes that 16 divides, two ranks' parts of them too. Five experts on two ranks are uneven.

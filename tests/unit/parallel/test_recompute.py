@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from conf.schema import Config, Family, ModelConfig, Recompute, TrainConfig
+from conf.schema import Config, Family, ModelConfig, ParallelismConfig, Recompute, TrainConfig
 from orchestra.errors import ConfigError
 from orchestra.model.transformer import Transformer, fill_initial_values
 from orchestra.parallel.blocks import recompute_blocks, recomputed
@@ -26,7 +26,7 @@ from orchestra.sizes.activations import (
 from orchestra.sizes.flops import hardware_flops_per_token
 from orchestra.sizes.topology import Layout
 from orchestra.sizes.units import GIB
-from orchestra.train.dry_build import LiveBytes
+from orchestra.train.dry_build import LiveBytes, dry_build
 
 BATCH, SEQUENCE, LAYERS = 2, 128, 3
 LLAMA = ModelConfig(
@@ -235,3 +235,18 @@ def test_random_numbers_are_drawn_again_as_they_were() -> None:
     for gradient, following in found[1:]:
         assert torch.equal(gradient, found[0][0])
         assert torch.equal(following, found[0][1])
+
+
+def test_sums_that_an_older_torch_cannot_tell_apart_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As 2.11 does: of its own, and of one that says what operators make."""
+    monkeypatch.setattr("orchestra.parallel.blocks.TELLS_OUTPUTS", False)
+    model = replace(LLAMA, num_key_value_heads=8, num_experts=4, moe_intermediate_size=32)
+    sizes = {"seq_len": 16, "micro_batch_size": 1, "global_batch_size": 1}
+    for recompute in Recompute:
+        train = TrainConfig(recompute=recompute, **sizes)
+        config = Config(model=model, parallelism=ParallelismConfig(tp=2), train=train)
+        if recompute is Recompute.selective:
+            with pytest.raises(ConfigError, match=r"parallelism\.tp needs a newer torch than .* use .*full"):
+                dry_build(config, 2)
+        else:
+            dry_build(config, 2)

@@ -40,6 +40,7 @@ from orchestra.precision.fp8 import (
 from orchestra.precision.rounded_weights import RoundedWeights
 from orchestra.sizes.topology import Layout
 from orchestra.train.build import Training, build_training
+from tests.support.torch_features import EACH_SCALING, NEEDS_ROW_PRODUCTS
 
 TOKENS, INPUTS, OUTPUTS = 32, 48, 64
 
@@ -90,7 +91,7 @@ def test_the_largest_number_takes_the_whole_range_and_zeros_stay(
     assert float(off[large].max()) <= digits
 
 
-@pytest.mark.parametrize("scaling", Scaling)
+@pytest.mark.parametrize("scaling", EACH_SCALING)
 def test_products_and_gradients_are_those_of_the_rounded_factors(scaling: Scaling) -> None:
     x = numbers(1, TOKENS, INPUTS).requires_grad_()
     weight = numbers(2, OUTPUTS, INPUTS).requires_grad_()
@@ -105,7 +106,7 @@ def test_products_and_gradients_are_those_of_the_rounded_factors(scaling: Scalin
         torch.testing.assert_close(found.float(), exact, rtol=2**-7, atol=2e-3 * float(exact.abs().max()))
 
 
-@pytest.mark.parametrize("scaling", Scaling)
+@pytest.mark.parametrize("scaling", EACH_SCALING)
 def test_a_scale_for_each_row_keeps_small_rows(scaling: Scaling) -> None:
     """Per tensor the smallest rows are below the resolution; per row every row is as exact as another."""
     x, weight = numbers(1, TOKENS, INPUTS), numbers(2, OUTPUTS, INPUTS)
@@ -159,8 +160,8 @@ def losses(config: Config) -> list[float]:
     [
         (Scaling.tensor, Family.llama, Recompute.selective),
         (Scaling.tensor, Family.gpt, Recompute.none),
-        (Scaling.row, Family.llama, Recompute.none),
-        (Scaling.row, Family.gpt, Recompute.full),
+        pytest.param(Scaling.row, Family.llama, Recompute.none, marks=NEEDS_ROW_PRODUCTS),
+        pytest.param(Scaling.row, Family.gpt, Recompute.full, marks=NEEDS_ROW_PRODUCTS),
     ],
 )
 def test_losses_of_fp8_follow_those_of_bf16(scaling: Scaling, family: Family, recompute: Recompute) -> None:
@@ -211,7 +212,7 @@ EXPERTS = replace(
         (MODEL, Recompute.full, False),
         (MODEL, Recompute.none, False),
         # Stacks by rows, the shared expert's matrices, and no router.
-        (EXPERTS, Recompute.full, False),
+        pytest.param(EXPERTS, Recompute.full, False, marks=NEEDS_ROW_PRODUCTS),
     ],
 )
 def test_each_weight_is_rounded_once_a_step_whatever_the_micro_batches(
@@ -255,7 +256,7 @@ def test_rounding_in_parts_gives_the_bits_of_rounding_at_once(
         assert torch.equal(parts.scale, whole.scale)
 
 
-@pytest.mark.parametrize("scaling", Scaling)
+@pytest.mark.parametrize("scaling", EACH_SCALING)
 def test_kept_weights_give_the_bits_of_weights_rounded_at_each_use(scaling: Scaling) -> None:
     weight = numbers(2, OUTPUTS, INPUTS).requires_grad_()
     grad = numbers(3, TOKENS, OUTPUTS)

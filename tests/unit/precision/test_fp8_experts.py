@@ -16,6 +16,7 @@ from conf.schema import Scaling
 from orchestra.precision import fp8_experts
 from orchestra.precision.fp8 import FORWARD, Rounded, attach_rounded, attached, round_weight_, rounded
 from orchestra.precision.fp8_experts import Fp8GroupedProducts
+from tests.support.torch_features import NEEDS_ROW_PRODUCTS
 
 INPUTS, OUTPUTS = 32, 48
 # An expert with none, one with a whole block of rows and one with more; the last three rows are nobody's.
@@ -86,6 +87,7 @@ def assert_near(made: Tensor, exact: Tensor) -> None:
     assert bool((off <= 2**-8 * exact.float().norm(dim=-1)).all())
 
 
+@NEEDS_ROW_PRODUCTS
 def test_products_and_gradients_are_those_of_the_rounded_factors() -> None:
     rows, weights, grads = factors()
     expected = emulated(rows.detach(), [weight.detach() for weight in weights], grads)
@@ -97,12 +99,30 @@ def test_products_and_gradients_are_those_of_the_rounded_factors() -> None:
     assert all(bool((gradient[1] == 0).all()) for gradient in found[3:])
 
 
+@NEEDS_ROW_PRODUCTS
+def test_scales_begin_where_kernels_may_read_several_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    scaled, places = torch._scaled_mm, []
+
+    def noting(*factors: Tensor, scale_a: Tensor, scale_b: Tensor, **options: object) -> Tensor:
+        places.extend((scale_a.data_ptr(), scale_b.data_ptr()))
+        return scaled(*factors, scale_a=scale_a, scale_b=scale_b, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(torch, "_scaled_mm", noting)
+    found_of(Fp8GroupedProducts(has_kernel=False))
+    # 16 bytes, where rows of an expert begin at any number. Two weights: 3 experts with rows in both passes
+    # by rows, 4 in the one that sums along them.
+    assert len(places) == 2 * 2 * (2 * 3 + 4)
+    assert all(place % 16 == 0 for place in places)
+
+
+@NEEDS_ROW_PRODUCTS
 def test_kept_weights_give_the_bits_of_weights_rounded_at_each_use() -> None:
     products = Fp8GroupedProducts(has_kernel=False)
     for kept, anew in zip(found_of(products, is_kept=True), found_of(products), strict=True):
         assert torch.equal(kept, anew)
 
 
+@NEEDS_ROW_PRODUCTS
 def test_without_any_row_gradients_are_zero() -> None:
     weight = numbers(2, len(COUNTS), OUTPUTS, INPUTS).requires_grad_()
     rows = torch.zeros(0, INPUTS, dtype=torch.bfloat16, requires_grad=True)
@@ -122,6 +142,7 @@ def no_cached_graphs() -> Iterator[None]:
     counters.clear()
 
 
+@NEEDS_ROW_PRODUCTS
 @pytest.mark.usefixtures("no_cached_graphs")
 def test_rounding_is_compiled_by_itself_once_for_all_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fp8_experts, "_compiled", functools.cache(graphs_alone))
@@ -168,7 +189,8 @@ def kernel(
 def test_the_kernel_of_hopper_is_called_as_torch_wants_and_does_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    expected = found_of(Fp8GroupedProducts(has_kernel=False))
+    rows, weights, grads = factors()
+    expected = emulated(rows.detach(), [weight.detach() for weight in weights], grads)
     monkeypatch.setattr(torch, "_scaled_grouped_mm", kernel)
     for is_kept in (False, True):
         found = found_of(Fp8GroupedProducts(has_kernel=True), is_kept=is_kept)
