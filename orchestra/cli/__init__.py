@@ -111,18 +111,19 @@ class Parser(argparse.ArgumentParser):
         """Return what an option that does not exist may have meant: one of this verb, or a key."""
         import difflib
 
-        from orchestra.config.keys import find_key
+        from orchestra.config.keys import find_key, nearest_keys
         from orchestra.config.other_tools import key_of
 
         option, _, value = word.partition("=")
         near = difflib.get_close_matches(option, self._option_string_actions, n=1, cutoff=0.75)
         if not option.startswith("--") or near:
             return f"did you mean {near[0]}?" if near else None
-        key = key_of(option[2:]) or option[2:]
-        takes_overrides = any(action.dest == "overrides" for action in self._actions)
-        if not takes_overrides or find_key(key.partition("=")[0]) is None:
+        if not any(action.dest == "overrides" for action in self._actions):
             return None
-        return f"write {key}" if "=" in key else f"write {key}={value or 'VALUE'}"
+        name = option[2:].replace("-", "_")
+        same = (key for key in nearest_keys(name) if key.rpartition(".")[2] == name.rpartition(".")[2])
+        key = name if find_key(name) is not None else key_of(name) or next(same, None)
+        return key and (f"write {key}" if "=" in key else f"write {key}={value or 'VALUE'}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

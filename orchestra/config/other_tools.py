@@ -11,7 +11,7 @@ from functools import cache
 # Trainer, torchrun and sbatch: the last part of a dotted name, with _ for -. What is alike enough to be found
 # by its letters is not here.
 WORDS = {
-    "train.steps": "max_steps train_iters train_steps num_steps total_steps max_iters iterations",
+    "train.steps": "steps max_steps train_iters train_steps num_steps total_steps max_iters iterations",
     "train.tokens": "train_samples num_train_epochs max_epochs epochs",
     "train.seq_len": (
         "seq_length sequence_length max_seq_len max_seq_length max_length block_size context_length"
