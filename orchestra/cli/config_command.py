@@ -20,7 +20,7 @@ from orchestra.config.keys import known_keys, unknown_key
 from orchestra.errors import EXIT_DONE, ConfigError
 
 _EXPLAINED = """\
-  orchestra config                         every key: what it accepts, its default
+  orchestra config                         every key: its values and default
   orchestra config train.micro_batch_size  one key
   orchestra config checkpoint              a group: its presets and keys
   orchestra config model                   presets of a group, for model=NAME

@@ -24,7 +24,7 @@ from orchestra.sizes.hardware import detect_gpus
 from orchestra.submit.site import note
 
 _EXPLAINED = """\
-  orchestra site init                 NAME is the cluster's own, as Slurm says it
+  orchestra site init                 NAME is the cluster's own, Slurm's word
   orchestra site init lab --dry-run   print it
   orchestra site init lab --output /shared/sites/cluster/lab.yaml
 
