@@ -31,7 +31,7 @@ _COMPLETE = "__complete"
 VERBS = {
     "run": "train on this machine, in the foreground",
     "submit": "check, freeze and submit a Slurm job, and exit",
-    "plan": "predict memory, speed and cost of a configuration or a table",
+    "plan": "predict memory, speed and cost of a configuration",
     "resume": "go on with a run from its newest checkpoint",
     "status": "list runs: state, step, loss, tokens/s, MFU, time left",
     "cancel": "stop runs after their current step, with a checkpoint",
@@ -39,7 +39,7 @@ VERBS = {
     "why": "tell what ended a run: first failing rank, host, traceback",
     "report": "draw a run, several, or a sweep on one HTML page",
     "top": "show all runs or one, live in the terminal",
-    "watch": "say when something is wrong with runs: terminal, webhook, mail, wandb",
+    "watch": "say when something is wrong with runs, here or by mail",
     "profile": "trace the next steps of a run that trains",
     "rehearse": "inject faults into a short copy of a run, and judge it",
     "eval": "measure a checkpoint's loss on held-out data",
@@ -47,7 +47,7 @@ VERBS = {
     "checkpoint ls": "list the checkpoints of a run",
     "checkpoint verify": "check every byte of a checkpoint",
     "checkpoint export": "write a checkpoint for Hugging Face",
-    "checkpoint import": "start from Hugging Face weights, or a checkpoint of torch (DCP)",
+    "checkpoint import": "start from Hugging Face weights, or torch's (DCP)",
     "data pack": "turn text into token files",
     "data verify": "check every byte of token files",
     "config": "explain the keys and presets of a configuration",
@@ -103,7 +103,27 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see `{self.prog} --help`")
+        unknown = message.partition("unrecognized arguments: ")[2].split()
+        hints = filter(None, map(self._meant, unknown))
+        raise ConfigError("; ".join([message, *hints, f"see `{self.prog} --help`"]))
+
+    def _meant(self, word: str) -> str | None:
+        """Return what an option that does not exist may have meant: one of this verb, or a key."""
+        import difflib
+
+        from orchestra.config.keys import find_key, nearest_keys
+        from orchestra.config.other_tools import key_of
+
+        option, _, value = word.partition("=")
+        near = difflib.get_close_matches(option, self._option_string_actions, n=1, cutoff=0.75)
+        if not option.startswith("--") or near:
+            return f"did you mean {near[0]}?" if near else None
+        if not any(action.dest == "overrides" for action in self._actions):
+            return None
+        name = option[2:].replace("-", "_")
+        same = (key for key in nearest_keys(name) if key.rpartition(".")[2] == name.rpartition(".")[2])
+        key = name if find_key(name) is not None else key_of(name) or next(same, None)
+        return key and (f"write {key}" if "=" in key else f"write {key}={value or 'VALUE'}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -169,7 +189,8 @@ def _dispatch(argv: list[str]) -> int:
         return EXIT_DONE
     if argv[0] == _COMPLETE:
         completion = importlib.import_module(module_of("completion"))
-        print("\n".join(completion.candidates(" ".join(argv[1:]), VERBS, lambda verb: _parser(verb)[0])))
+        found = completion.candidates(" ".join(argv[1:]), VERBS, lambda verb: _parser(verb)[0])
+        print("".join(f"{word}\n" for word in found), end="")
         return EXIT_DONE
     verb, rest = _find(argv)
     parser, module = _parser(verb)
@@ -187,7 +208,23 @@ def _parser(verb: str) -> tuple[Parser, ModuleType]:
     module = importlib.import_module(module_of(verb))
     parser = Parser(f"orchestra {verb}", VERBS[verb][0].upper() + VERBS[verb][1:] + ".")
     module.add_arguments(parser)
+    parser.description, parser.epilog = _paragraphs(parser.description), _paragraphs(parser.epilog)
     return parser, module
+
+
+def _paragraphs(text: str | None) -> str:
+    """Return paragraphs no wider than a terminal; indented lines are to be typed, and stay as they are."""
+    from orchestra.cli.text.figures import wrapped
+
+    lines: list[str] = []
+    paragraph: list[str] = []
+    for line in [*(text or "").splitlines(), ""]:
+        if line and not line.startswith(" "):
+            paragraph.append(line)
+            continue
+        lines += [*wrapped(" ".join(paragraph)), line]
+        paragraph = []
+    return "\n".join(lines).rstrip()
 
 
 def module_of(verb: str) -> str:
@@ -230,6 +267,7 @@ def _help(first: str = "VERB", listed: Mapping[str, str] = VERBS) -> str:
         "Trains language models; every verb explains itself with --help.\n\n"
         f"{verbs}\n\n"
         "A RUN is the name of a run, the unique start of one, or a path.\n"
-        "Exit codes: 0 done, 1 failed, 2 wrong configuration or usage (nothing was started),\n"
-        "75 stopped on request, to be continued, 93 starting again would not help, 130 interrupted."
+        "Exit codes: 0 done, 1 failed, 2 wrong configuration or usage (nothing was\n"
+        "started), 75 stopped on request, to be continued, 93 starting again would not\n"
+        "help, 130 interrupted."
     )

@@ -14,6 +14,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from conf.schema import Device, LauncherName
+from orchestra.cli.hydra_options import add_config_dir, with_home
 from orchestra.cli.text.describe import shown
 from orchestra.cli.text.figures import table
 from orchestra.config.machine import Situation, this_machine
@@ -30,9 +31,9 @@ if TYPE_CHECKING:
 
 _VERB = "bench"
 _EXPLAINED = """\
-  orchestra bench network                   between 2 CPU ranks, or all GPUs, of this machine
-  orchestra bench network cluster=slurm     in a job on 2 nodes, inside and between them
-  orchestra bench network cluster=slurm cluster.nodes=4 cluster.network.interface=ib0
+  orchestra bench network                between the ranks of this machine
+  orchestra bench network cluster=slurm  in a job on 2 nodes, inside and between
+  orchestra bench network cluster=slurm cluster.network.interface=ib0
 
 Ranks are started as for a training run, and all-reduces and messages from 8 bytes to 64 MiB (256 MiB between
 GPUs) are timed: some seconds, after the ranks have started. Ctrl-C cancels the job.
@@ -43,14 +44,17 @@ it), and stand in wherever cluster.network.* says nothing.
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.usage = "orchestra bench network [overrides] [--dry-run] [--json]"
-    parser.add_argument("overrides", nargs="*", metavar="overrides", help="KEY=VALUE or GROUP=NAME")
+    parser.usage = "orchestra bench network [overrides] [--dry-run] [--json] [--config-dir DIR]"
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="overrides", help="KEY=VALUE or GROUP=NAME"
+    )
     parser.add_argument(
         "--dry-run", action="store_true", help="print what would be started; start and write nothing"
     )
     parser.add_argument(
         "--json", action="store_true", help="print all figures as JSON; progress goes to stderr"
     )
+    add_config_dir(parser)
     parser.epilog = _EXPLAINED
 
 
@@ -58,7 +62,7 @@ def run(arguments: Namespace) -> int:
     """Measure, keep, print and return 0. Raises ConfigError before anything starts, LaunchError after."""
     from orchestra.config.compose import compose
 
-    overrides = list(arguments.overrides)
+    overrides = with_home(arguments)
     is_job = _wants_slurm(overrides)
     if is_job and not any(override.startswith("cluster.nodes=") for override in overrides):
         # The fewest that show what lies between nodes.

@@ -23,7 +23,8 @@ from orchestra.config.keys import known_keys
 from orchestra.errors import EXIT_DONE, OrchestraError
 
 _EXPLAINED = """\
-  orchestra completion bash > ~/.local/share/bash-completion/completions/orchestra
+  orchestra completion bash \\
+    > ~/.local/share/bash-completion/completions/orchestra
   orchestra completion zsh > "${fpath[1]}/_orchestra"
   orchestra completion fish > ~/.config/fish/completions/orchestra.fish
 
@@ -42,17 +43,18 @@ _orchestra_complete() {
         COMPREPLY=("${COMPREPLY[@]#"$ended"}")
     fi
 }
-complete -F _orchestra_complete orchestra
+complete -o bashdefault -o default -F _orchestra_complete orchestra
 """
 _ZSH = """\
 #compdef orchestra
 _orchestra() {
     local -a found open
-    found=("${(@f)$(${words[1]} __complete "${(j: :)words[1,CURRENT]}" 2>/dev/null)}")
+    found=(${(f)"$(${words[1]} __complete "${(j: :)words[1,CURRENT]}" 2>/dev/null)"})
     open=(${(M)found:#*[=.]})
     found=(${found:#*[=.]})
     (( $#open )) && compadd -S '' -a open
     (( $#found )) && compadd -a found
+    (( $#open + $#found )) || _files
 }
 if [[ $funcstack[1] == _orchestra ]]; then _orchestra "$@"; else compdef _orchestra orchestra; fi
 """
@@ -61,18 +63,15 @@ complete -c orchestra -f -a '(orchestra __complete (commandline -cp) 2>/dev/null
 """
 SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
 # What the words behind a verb are.
-_OF_OVERRIDES = ("run", "submit", "plan", "bench network")
-_OF_RUNS = (
-    "status",
-    "why",
-    "logs",
-    "cancel",
-    "rehearse",
-    "checkpoint ls",
-    "checkpoint verify",
-    "checkpoint export",
+_OF_OVERRIDES = ("run", "submit", "plan", "bench network", "doctor")
+_OF_RUNS = ("status", "cancel", "report", "watch")
+_OF_ONE_RUN = (
+    *("why", "logs", "top", "profile", "eval", "generate"),
+    *("checkpoint ls", "checkpoint verify", "checkpoint export"),
 )
-_RUN_THEN_OVERRIDES = ("resume",)
+_RUN_THEN_OVERRIDES = ("resume", "rehearse")
+# Options of any verb whose value is a run.
+_RUN_OPTIONS = ("--after", "--like", "--scan", "--calibrate")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -104,21 +103,26 @@ def candidates(line: str, verbs: Mapping[str, str], options: Callable[[str], Arg
         found = (option for action in actions for option in action.option_strings if option.startswith("--"))
     else:
         rest = [word for word in typed[len(verb.split()) :] if not word.startswith("-")]
-        found = _arguments(verb, rest, last)
+        found = _runs() if typed[-1] in _RUN_OPTIONS else _arguments(verb, rest, last)
     return sorted({each for each in found if each.startswith(last)})
 
 
 def _arguments(verb: str, before: list[str], last: str) -> Iterator[str]:
-    if verb in _OF_RUNS or (verb in _RUN_THEN_OVERRIDES and not before):
-        with contextlib.suppress(OrchestraError, OSError):
-            folder = run_folder()
-            yield from (target.name for target in (all_targets(folder) or elsewhere(folder)))
+    if verb in _OF_RUNS or (verb in (*_OF_ONE_RUN, *_RUN_THEN_OVERRIDES) and not before):
+        yield from _runs()
     elif verb in (*_OF_OVERRIDES, *_RUN_THEN_OVERRIDES):
         yield from _values(last) if "=" in last else _keys(last)
     elif verb == "config":
         yield from (key.removesuffix("=") for key in _keys(last))
     elif verb == "completion":
         yield from SCRIPTS
+
+
+def _runs() -> Iterator[str]:
+    """Yield the names of runs and sweeps."""
+    with contextlib.suppress(OrchestraError, OSError):
+        folder = run_folder()
+        yield from (target.name for target in (all_targets(folder) or elsewhere(folder)))
 
 
 def _keys(last: str) -> Iterator[str]:

@@ -20,10 +20,10 @@ from orchestra.config.keys import known_keys, unknown_key
 from orchestra.errors import EXIT_DONE, ConfigError
 
 _EXPLAINED = """\
-  orchestra config                         every key with what it accepts and its default
+  orchestra config                         every key: its values and default
   orchestra config train.micro_batch_size  one key
   orchestra config checkpoint              a group: its presets and keys
-  orchestra config model                   the presets of a group are taken as model=NAME
+  orchestra config model                   presets of a group, for model=NAME
   orchestra config recovery.heart          all keys that begin so
 
 Numbers may be written 1e6, 8k, 4M, 1B (decimal), 8Ki, 4Mi (binary), times 90s, 10m, 4h, 1d12h.

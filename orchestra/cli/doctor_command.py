@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from orchestra.cli.hydra_options import add_config_dir, with_home
 from orchestra.cli.text.figures import WIDTH, number_of
 from orchestra.cli.text.figures import wrapped as wrapped_to
 from orchestra.doctor import hardware_checks, host_checks, slurm_checks
@@ -32,8 +33,8 @@ _WIDEST = 110
 _CHOOSING = ("cluster=", "+cluster=", "cluster.launcher=", "experiment=")
 
 _EXPLAINED = """\
-  orchestra doctor                              this machine, and Slurm where its commands are here
-  orchestra doctor --nodes 2                    also two nodes: one srun of some seconds
+  orchestra doctor            this machine, and Slurm where its commands are
+  orchestra doctor --nodes 2  also two nodes: one srun of some seconds
   orchestra doctor run.dir=/scratch/me/runs cluster.partition=gpu --nodes 2
 
 Exit code 0 when nothing failed (notes and warnings are no failures), 1 otherwise.
@@ -41,10 +42,13 @@ Exit code 0 when nothing failed (notes and warnings are no failures), 1 otherwis
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.usage = "orchestra doctor [overrides] [--nodes N] [--json]"
-    parser.add_argument("overrides", nargs="*", metavar="overrides", help="KEY=VALUE or GROUP=NAME")
+    parser.usage = "orchestra doctor [overrides] [--nodes N] [--json] [--config-dir DIR]"
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="overrides", help="KEY=VALUE or GROUP=NAME"
+    )
     parser.add_argument("--nodes", type=int, metavar="N", help="run a probe on so many nodes of the cluster")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    add_config_dir(parser)
     parser.epilog = _EXPLAINED
 
 
@@ -52,7 +56,7 @@ def run(arguments: Namespace) -> int:
     """Check everything, print it, and return 0 when nothing failed."""
     if arguments.nodes is not None and arguments.nodes < 1:
         raise ConfigError(f"--nodes={arguments.nodes}: expected 1 or more")
-    subject, findings = _subject(arguments.overrides, needs_slurm=arguments.nodes is not None)
+    subject, findings = _subject(with_home(arguments), needs_slurm=arguments.nodes is not None)
     if not arguments.json:
         for finding in findings:
             _print(finding)

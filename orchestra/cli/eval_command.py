@@ -23,7 +23,7 @@ _EXPLAINED = """\
 Without --data the sources are the run's (eval.data), and the numbers those of its training:
 
   orchestra eval RUN
-  orchestra eval RUN 1000 --data wiki=packed/wiki --data code=packed/code --steps all
+  orchestra eval RUN 1000 --data wiki=packed/wiki --data code=packed/code
 
 It runs on this machine in one process, on a GPU where there is one.
 """

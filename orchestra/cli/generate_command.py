@@ -16,8 +16,8 @@ from orchestra.errors import EXIT_DONE, ConfigError, DataError
 from orchestra.plugins import is_plugin
 
 _EXPLAINED = """\
-  orchestra generate RUN "def main("                    a sample that may be another one with each --seed
-  orchestra generate RUN "def main(" --greedy           the likeliest token each time
+  orchestra generate RUN "def main("           another sample with each --seed
+  orchestra generate RUN "def main(" --greedy  the likeliest token each time
   orchestra generate RUN "Once" --temperature 0.7 --top-p 0.9 --max-tokens 200
 
 The text is taken as the beginning of a document. The tokenizer is that of the run's data; where its file was

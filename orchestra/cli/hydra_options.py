@@ -1,6 +1,7 @@
 """The options that users of Hydra type, for `run`, `submit` and `plan`: --cfg, --info, --config-dir and more.
 
-Here too the user's own defaults (`orchestra.config.home`) come in front of what is typed.
+Here too the user's own defaults (`orchestra.config.home`) come in front of what is typed, and the folders of
+presets that they name for all verbs that take overrides.
 """
 
 from __future__ import annotations
@@ -51,9 +52,30 @@ def add_hydra_options(parser: ArgumentParser) -> None:
     parser.add_argument("--resolve", action="store_true", help="with --cfg: all values are resolved always")
     parser.add_argument("-p", "--package", metavar="KEY", help="with --cfg: print this part alone")
     parser.add_argument("--info", action="store_true", help="print where values come from; start nothing")
-    parser.add_argument("--config-dir", "-cd", action="append", metavar="DIR", help="a folder with presets")
+    add_config_dir(parser)
     for option in _INSTEAD:
         parser.add_argument(option, action=_Refused, nargs="?", help=SUPPRESS)
+
+
+def add_config_dir(parser: ArgumentParser) -> None:
+    """Add --config-dir."""
+    parser.add_argument("--config-dir", "-cd", action="append", metavar="DIR", help="a folder with presets")
+
+
+def with_presets(arguments: Namespace) -> list[str]:
+    """Return the overrides; where they take a preset, with the folders of --config-dir and the user's own
+    defaults to look for it in. For verbs that change a run's frozen configuration: it has all other defaults.
+    """
+    takes_preset = any(text.lstrip("+").partition("=")[0] in group_names() for text in arguments.overrides)
+    folders = [*(arguments.config_dir or ()), *(read_home().searchpath if takes_preset else ())]
+    return with_search_path(arguments.overrides, folders)
+
+
+def with_home(arguments: Namespace) -> list[str]:
+    """Return the overrides behind the user's own defaults, as `orchestra run` has them."""
+    home = read_home()
+    typed = with_search_path(arguments.overrides, [*(arguments.config_dir or ()), *home.searchpath])
+    return home.overrides(typed, "run")
 
 
 def answered(arguments: Namespace, verb: str) -> bool:
@@ -125,4 +147,6 @@ def _info(composed: Composed, home: Home, arguments: Namespace) -> Iterable[str]
 
 
 def _said(home: Home) -> Iterable[str]:
-    yield from (f"{name}={value}" for name, value in vars(home).items() if value)
+    for name, value in vars(home).items():
+        if value:
+            yield f"{name}={value if isinstance(value, str) else '[' + ', '.join(value) + ']'}"

@@ -22,7 +22,6 @@ from orchestra.cli.plan import (
     search_mode,
     tokens_mode,
 )
-from orchestra.cli.text import figures
 from orchestra.errors import EXIT_DONE, ConfigError
 
 _EXPLAINED = """\
@@ -42,7 +41,9 @@ belongs to, whose numbers take the place of what is not given.
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("overrides", nargs="*", metavar="overrides", help="KEY=VALUE or GROUP=NAME")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="overrides", help="KEY=VALUE or GROUP=NAME"
+    )
     parser.add_argument("--framework", metavar="NAME", help="whose kernels and habits (default: orchestra)")
     parser.add_argument("--json", action="store_true", help="print one JSON object, in bytes and seconds")
     parser.add_argument(
@@ -51,7 +52,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_hydra_options(parser)
     for mode in MODES:
         mode.add_arguments(parser)
-    parser.epilog = _wrapped("\n".join([_EXPLAINED, *(mode.explained for mode in MODES)]))
+    parser.epilog = "\n".join([_EXPLAINED, *(mode.explained for mode in MODES)])
 
 
 def run(arguments: Namespace) -> int:
@@ -81,19 +82,6 @@ def _is_given(arguments: Namespace, name: str) -> bool:
     # 0 is given, and equals False.
     value = getattr(arguments, name)
     return value is not None and value is not False
-
-
-def _wrapped(text: str) -> str:
-    """Return paragraphs no wider than a terminal; indented lines are to be typed, and stay as they are."""
-    lines: list[str] = []
-    paragraph: list[str] = []
-    for line in [*text.splitlines(), ""]:
-        if line and not line.startswith(" "):
-            paragraph.append(line)
-            continue
-        lines += [*figures.wrapped(" ".join(paragraph)), line]
-        paragraph = []
-    return "\n".join(lines).rstrip()
 
 
 def _add_script(parser: ArgumentParser) -> None:

@@ -24,8 +24,8 @@ from orchestra.sizes.hardware import detect_gpus
 from orchestra.submit.site import note
 
 _EXPLAINED = """\
-  orchestra site init                       NAME is the cluster's own, as Slurm says it
-  orchestra site init lab --dry-run         print it
+  orchestra site init                 NAME is the cluster's own, Slurm's word
+  orchestra site init lab --dry-run   print it
   orchestra site init lab --output /shared/sites/cluster/lab.yaml
 
 Without --output it goes to the first folder of `searchpath` in ~/.config/orchestra/config.yaml; where there
@@ -44,7 +44,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Write the file and return 0. Raises ConfigError where it is there, LaunchError for a silent Slurm."""
-    name, text = _site(arguments)
+    name, text, is_local = _site(arguments)
     if arguments.dry_run:
         print(text, end="")
         return EXIT_DONE
@@ -68,12 +68,13 @@ def run(arguments: Namespace) -> int:
     is_found = str(folder) in read_home().searchpath or _makes_home(folder)
     words = "" if is_found else f"hydra.searchpath=[{folder}] "
     words += f"cluster={place.stem}"
-    print(f"next    `orchestra doctor {words}`, `orchestra submit {words} --dry-run`")
+    verb = "run" if is_local else "submit"
+    print(f"next    `orchestra doctor {words}`, `orchestra {verb} {words} --dry-run`")
     return EXIT_DONE
 
 
-def _site(arguments: Namespace) -> tuple[str, str]:
-    """Return the site's name and the text of its file."""
+def _site(arguments: Namespace) -> tuple[str, str, bool]:
+    """Return the site's name, the text of its file, and whether it is for this machine alone."""
     output: Path | None = arguments.output
     chosen = arguments.name or (output.stem if output is not None else None)
     if chosen is not None and (not chosen.strip() or "/" in chosen or chosen.startswith(".")):
@@ -89,13 +90,13 @@ def _site(arguments: Namespace) -> tuple[str, str]:
             return _local(chosen, head, str(error))
         raise LaunchError(f"{error}; nothing was written") from error
     name, ports = chosen or facts.name, [port for port in rdma_ports() if port.is_active]
-    return name, slurm_site(name, facts, head, nccl_settings(ports))
+    return name, slurm_site(name, facts, head, nccl_settings(ports)), False
 
 
-def _local(chosen: str | None, head: list[str], reason: str) -> tuple[str, str]:
+def _local(chosen: str | None, head: list[str], reason: str) -> tuple[str, str, bool]:
     note(f"{reason}: the site file is for this machine alone")
     name = chosen or "here"
-    return name, local_site(name, detect_gpus(), head)
+    return name, local_site(name, detect_gpus(), head), True
 
 
 def _folder() -> Path:

@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any
 
 from conf.schema import Config
+from orchestra.config import other_tools
 
 # Similarity below which a suggestion would rather mislead (difflib's ratio).
 _LIKENESS = 0.6
@@ -95,8 +96,14 @@ def children(section: str) -> list[str]:
     ]
 
 
+def inside(section: Key) -> list[str]:
+    """Return the full names of the keys directly below a section."""
+    return [f"{section.name}.{child}" for child in children(section.name)]
+
+
 def nearest_keys(name: str) -> list[str]:
-    """Return up to two keys that `name` may have meant: the same last word elsewhere, else a similar one."""
+    """Return up to two keys that `name` may have meant: the same last word elsewhere, what other trainers
+    call so, else a similar one."""
     known = known_keys()
     leaves = [key for key in known if not known[key].is_section]
     last = name.rpartition(".")[2]
@@ -104,6 +111,8 @@ def nearest_keys(name: str) -> list[str]:
     similar = difflib.get_close_matches(name, known, n=1, cutoff=_LIKENESS)
     if same_word:
         return difflib.get_close_matches(name, same_word, n=2, cutoff=0.0)
+    if (elsewhere := other_tools.key_of(name)) is not None:
+        return [elsewhere]
     if similar and similar[0].rpartition(".")[0] == name.rpartition(".")[0]:
         return similar
     words: dict[str, list[str]] = {}
@@ -122,8 +131,7 @@ def wrong_type(key: Key, name: str, value: Any) -> str:
     """Return the sentence for a value that `key` does not accept: found, expected, example."""
     found = f"{name}={shown(value)}"
     if key.is_section:
-        inside = ", ".join(f"{key.name}.{child}" for child in children(key.name))
-        return f"{found}: {key.name} is a section; set one of {inside}"
+        return f"{found}: {key.name} is a section; set one of {', '.join(inside(key))}"
     hint = _without_none(key.type)
     if hint is int and isinstance(value, float) and value.is_integer():
         return f"{found}: expected a whole number without a point or exponent; write {int(value)}"

@@ -17,7 +17,17 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
-from orchestra.config.keys import Key, empty, find_key, nearest, shown, takes_text, takes_texts, unknown_key
+from orchestra.config.keys import (
+    Key,
+    empty,
+    find_key,
+    inside,
+    nearest,
+    shown,
+    takes_text,
+    takes_texts,
+    unknown_key,
+)
 from orchestra.config.numbers import binary_instead, plain_list, plain_number
 from orchestra.config.preset_files import GROUPS, Scratch, Tree, own_folder
 from orchestra.config.rules.value_rules import run_name_problems
@@ -27,6 +37,20 @@ SEARCH_PATH = "hydra.searchpath"
 _NODE_RANGE = re.compile(r"cluster\.nodes=(?P<least>\d+)\.\.(?P<most>\d+)")
 # A number or a truth value as Hydra reads it: no quotes, no brackets, no function call.
 _PLAIN = re.compile(r"[A-Za-z0-9_.+-]+")
+# What Hydra's parser says of a text that it cannot read.
+_GRAMMAR = re.compile(r"(?:[a-z ]+ input|token recognition error at:) '(?P<where>.+?)'(?: expecting .*)?")
+# A path in somebody's home, which is no word of Hydra's grammar: a value, or an element of a list or section.
+_HOME = re.compile(r"(?<=[=\[,:\s])~[^\s,:'\"\[\]{}()]*(?=$|[\s,\]}])")
+# Groups that can be left out, and what then stands in their place: whoever deletes the watcher wants none.
+_LEFT_OUT = {
+    **dict.fromkeys(("~wandb", "wandb=null", "wandb=none", "wandb=off", "wandb=false"), "wandb=disabled"),
+    "experiment=null": "~experiment",
+}
+# What presets are called elsewhere.
+_PRESETS_ELSEWHERE = {
+    "parallelism": {**dict.fromkeys(("fsdp", "fsdp2", "full_shard"), "zero3"), "none": "ddp", "dp": "ddp"},
+    "optim": {"sgd": "adamw optim.target=torch.optim:SGD"},
+}
 
 
 @dataclass
@@ -67,14 +91,18 @@ def parse_overrides(overrides: Sequence[str], loader: ConfigLoader | None = None
     parser = OverridesParser.create()
     for text in _with_ranges(overrides):
         try:
-            # Whoever deletes the watcher wants none.
-            override = parser.parse_override("wandb=disabled" if text.strip() == "~wandb" else text)
+            override = parser.parse_override(_LEFT_OUT.get(text.strip()) or _with_homes(text))
             override.config_loader = loader
             parsed.overrides.append(override)
         except (HydraException, ValueError, RecursionError) as error:
             parsed.problems.append(_unreadable(text, error))
             parsed.refused.add(_split(text)[0])
     return parsed
+
+
+def _with_homes(text: str) -> str:
+    """Return an override with ~/folder in quotes: a shell leaves it where a point stands before the =."""
+    return text if "'" in text or '"' in text else _HOME.sub(lambda match: f"'{match[0]}'", text)
 
 
 def _with_ranges(overrides: Sequence[str]) -> Iterator[str]:
@@ -224,14 +252,32 @@ def _unreadable(text: str, error: Exception) -> str:
     name, raw = _split(text)
     if name == "run.name" and (problem := next(run_name_problems(raw), None)):
         return problem
-    reason = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
+    reason = _reason(raw, error)
     return f"{text}: cannot be read ({reason}); put values with special characters in quotes: 'key=\"value\"'"
+
+
+def _reason(raw: str, error: Exception) -> str:
+    """Return why Hydra's grammar could not read a value, without the tokens that its parser lists."""
+    said = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
+    match = _GRAMMAR.match(said)
+    if match is None:
+        return said
+    opened, closed = (sum(map(raw.count, brackets)) for brackets in ("([{", ")]}"))
+    if raw.startswith("("):
+        return "a list is written [a,b]"
+    if opened != closed:
+        return "a bracket is not closed" if opened > closed else "a bracket is closed that was not opened"
+    where = match["where"]
+    if where[0] in "\"'":
+        return "a quote is not closed"
+    return "something is missing at its end" if where == "<EOF>" else f"{where!r} cannot stand there"
 
 
 def _sweep(override: Override) -> str:
     return (
         f"{override.input_line}: several values for one run; give one value (a list is written "
-        f"{override.key_or_group}=[…]); `orchestra submit -m` submits a run for each of several values"
+        f"{override.key_or_group}=[…]); `orchestra run -m` trains and "
+        "`orchestra submit -m` submits a run for each of them"
     )
 
 
@@ -246,7 +292,11 @@ def _group_problems(override: Override, tree: Tree) -> Iterator[str]:
     elif override.is_add():
         yield f"{override.input_line}: {group} has its place already; write {group}={shown(value)}"
     elif override.is_delete() or value is None:
-        return
+        if group != "experiment":
+            yield (
+                f"{override.input_line}: a section cannot be left out; take a preset of it "
+                f"({', '.join(f'{group}={option}' for option in options)}), or set its keys"
+            )
     elif isinstance(value, (dict, list)):
         yield (
             f"{override.input_line}: {group} takes the name of a preset ({', '.join(options)}); "
@@ -255,7 +305,8 @@ def _group_problems(override: Override, tree: Tree) -> Iterator[str]:
     elif value == "":
         yield f"{group} is empty; there are {', '.join(options)}"
     elif _preset(override) not in options:
-        meant = nearest(_preset(override), options)
+        elsewhere = _PRESETS_ELSEWHERE.get(group, {}).get(_preset(override).lower())
+        meant = elsewhere or nearest(_preset(override), options)
         hint = f"did you mean {group}={meant}? There are" if meant else "there are"
         yield f"{group}={_preset(override)}: no such preset; {hint} {', '.join(options)}"
 
@@ -303,6 +354,8 @@ def hydra_setting(text: str) -> str:
 def _delete_problems(name: str, key: Key | None) -> Iterator[str]:
     if key is None:
         yield unknown_key(name)
+    elif key.is_section:
+        yield f"~{name}: a section cannot be left out; set one of {', '.join(inside(key))}"
     elif not key.is_free or key.name == name:
         yield f"~{name}: a key cannot be deleted; give it another value, such as {name}={shown(key.default)}"
 

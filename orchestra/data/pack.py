@@ -340,11 +340,15 @@ def _unfinished_file(prefix: str) -> Iterator[Path]:
         parent = Path(local).parent if local is not None else None
         folder = Path(tempfile.mkdtemp(prefix=".pack-", dir=parent))
     except OSError as error:
-        raise DataError(f"{prefix}: cannot be written ({error}); give another --output") from error
+        raise DataError(
+            f"{prefix}: cannot be written ({error.strerror or error}); give another --output"
+        ) from error
     try:
         yield folder / "tokens"
     except OSError as error:
-        raise DataError(f"{prefix}.bin: cannot be written ({error}); give another --output") from error
+        raise DataError(
+            f"{prefix}.bin: cannot be written ({error.strerror or error}); give another --output"
+        ) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -143,6 +143,7 @@ def _kind(value: object) -> str:
 
 TEXT, LINES, ROWS = (".txt", ".md", ".rst"), (".jsonl", ".ndjson"), (".parquet",)
 COMPRESSIONS = (".gz", ".zst")
+_KNOWN = f"{', '.join(TEXT + LINES)} (or with {' or '.join(COMPRESSIONS)}) or {ROWS[0]}"
 # Of text: long enough that the hand-over costs nothing, short enough that all workers end together.
 _BLOCK_BYTES = 2 * MIB
 _READ_BYTES = MIB
@@ -183,13 +184,12 @@ def find_inputs(patterns: list[str]) -> list[InputFile]:
             problems.append(str(error))
             continue
         if not files:
-            problems.append(f"{pattern}: no such file; give files, folders, patterns or URLs")
+            problems.append(_nothing(pattern))
         for file in files:
             if _is_known(file):
                 inputs.setdefault(file.url, file)
             else:
-                known = f"{', '.join(TEXT + LINES)} (or with {' or '.join(COMPRESSIONS)}) or {ROWS[0]}"
-                problems.append(f"{file.url}: not a format that is read; give {known}")
+                problems.append(f"{file.url}: not a format that is read; give {_KNOWN}")
     if problems:
         raise ConfigError(problems)
     return list(inputs.values())
@@ -224,6 +224,14 @@ def _matches(pattern: str) -> list[InputFile]:
         return [InputFile(url, int(system.size(file))) for file, url in urls.items()]
     except Exception as error:  # drivers raise what their own libraries do: no credentials, no route …
         raise DataError(f"{pattern}: cannot be listed ({type(error).__name__}: {error})") from error
+
+
+def _nothing(pattern: str) -> str:
+    """Return the sentence for an input without a file."""
+    system, path = file_system(pattern)
+    if system.isdir(path):
+        return f"{pattern}: a folder without text; what is read ends in {_KNOWN}"
+    return f"{pattern}: no such file; give files, folders, patterns or URLs"
 
 
 def _is_known(file: InputFile) -> bool:

@@ -37,7 +37,7 @@ _EXPLAINED = """\
 Writes config.json and safetensors files that `transformers` loads:
 
   orchestra checkpoint export RUN --to my-model
-  python -c 'from transformers import AutoModelForCausalLM as M; M.from_pretrained("my-model")'
+  python -c 'import transformers as t; t.AutoModel.from_pretrained("my-model")'
 
 Every byte that is read is compared with its checksum. Where no STEP is given, the newest checkpoint that is
 intact is taken. --dtype fp32 keeps the numbers as they were trained; bf16 and fp16 round to nearest.

@@ -42,7 +42,9 @@ nothing.
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("folder", metavar="FOLDER", help="a model's; with --from dcp a checkpoint's")
-    parser.add_argument("rest", nargs="*", metavar="TARGET [model=…]", help="with --from dcp: what to write")
+    parser.add_argument(
+        "rest", nargs="*", default=[], metavar="TARGET [model=…]", help="with --from dcp: what to write"
+    )
     parser.add_argument(
         "--from", dest="source", choices=[_HUGGING_FACE, _DCP], default=_HUGGING_FACE, help="default: hf"
     )

@@ -20,7 +20,8 @@ Reads .txt, .md and .rst (one document), .jsonl and .ndjson (one document a line
 the tokenizer's end of text.
 Writes PREFIX.bin and PREFIX.json for `data=tokens data.path=PREFIX`.
 
-  orchestra data pack 'corpus/**/*.jsonl.zst' --output data/corpus --tokenizer tokenizer.json
+  orchestra data pack 'corpus/**/*.jsonl.zst' --output data/corpus \\
+    --tokenizer tokenizer.json
   orchestra data pack book.txt --output book
 """
 

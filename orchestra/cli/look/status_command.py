@@ -72,10 +72,10 @@ _NODES = {
     "grow": ", on more nodes",
 }
 _EXPLAINED = """\
-  orchestra status                runs and sweeps, newest first
-  orchestra status first          one run: why it waits or ended, where it runs, what to type next
-  orchestra status a-sweep        the members of a sweep
-  orchestra status a-sweep/3      one member
+  orchestra status            runs and sweeps, newest first
+  orchestra status first      one run: why it waits or ended, what to type next
+  orchestra status a-sweep    the members of a sweep
+  orchestra status a-sweep/3  one member
 
 On a terminal long tables show what is alive and what is newest, and only columns that fit; --all shows all.
 """

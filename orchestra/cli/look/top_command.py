@@ -62,9 +62,9 @@ _ENTER_SCREEN, _LEAVE_SCREEN = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 # What terminals send for keys that are no character.
 _SEQUENCES = {"\x1b[A": "k", "\x1b[B": "j", "\x1b[5~": "-", "\x1b[6~": " ", "\x1bOA": "k", "\x1bOB": "j"}
 _EXPLAINED = """\
-  orchestra top            all runs; Enter opens one
-  orchestra top first      one run: progress, loss, speed, nodes, what is wrong, last events
-  orchestra top | cat      the same once, as plain text
+  orchestra top        all runs; Enter opens one
+  orchestra top first  one run: progress, loss, speed, nodes, what is wrong
+  orchestra top | cat  the same once, as plain text
 """
 
 

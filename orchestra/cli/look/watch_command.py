@@ -48,9 +48,10 @@ from orchestra.run.record import RunPhase
 _EVERY_S = 30.0
 _VERBS = ("status", "logs", "why", "resume", "cancel", "profile", "checkpoint ls")
 _EXPLAINED = """\
-  orchestra watch first                       until it ends, a look every half minute
-  orchestra watch first --once                one look, for cron and scripts
-  orchestra watch a-sweep --webhook @FILE     FILE holds the address; Slack and its like show the text
+  orchestra watch first         until it ends, a look every half minute
+  orchestra watch first --once  one look, for cron and scripts
+  orchestra watch a-sweep --webhook @FILE
+                                FILE holds the address; Slack shows the text
   orchestra watch first --mail me@example.org
 
 Each alert is said once to each place, with what shows it, since when and what to do, and once more when it is
@@ -64,7 +65,8 @@ be seen. Without --once: 0 the runs ended well, 3 an alert was open at the end.
 def add_arguments(parser: ArgumentParser) -> None:
     limits = Limits()
     parser.usage = (
-        "orchestra watch RUN… [--once] [--json] [--webhook URL] [--mail ADDRESS] [--wandb] [--dir DIR]"
+        "orchestra watch RUN… [--once] [--json] [--webhook URL] [--mail ADDRESS]\n"
+        "                       [--wandb] [--dry-run] [--dir DIR]"
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help=TARGET_HELP)
     parser.add_argument("--once", action="store_true", help="look once and end; the exit code tells")

@@ -32,10 +32,11 @@ from orchestra.submit.cancel_jobs import Cancellation, Way, cancellations, carry
 from orchestra.submit.fair.predecessors import followers_of
 
 _EXPLAINED = """\
-  orchestra cancel first             save, end with 75; `orchestra resume first` goes on from there
-  orchestra cancel first --now       end at once; what was trained since the last checkpoint is lost
-  orchestra cancel first second      several at a time
-  orchestra cancel a-sweep           all members of a sweep; a-sweep/3: one of them
+  orchestra cancel first         save, end with 75; `orchestra resume` goes on
+  orchestra cancel first --now   end at once: what was trained since the last
+                                 checkpoint is lost
+  orchestra cancel first second  several at a time
+  orchestra cancel a-sweep       all members of a sweep; a-sweep/3: one of them
 
 A run that waits in Slurm's queue is taken out of it. One that does not stop within recovery.stop_timeout_s is
 ended at once.

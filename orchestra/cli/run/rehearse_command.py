@@ -14,6 +14,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from orchestra.cli.hydra_options import add_config_dir, with_presets
 from orchestra.cli.run.resume_command import goes_to_cluster
 from orchestra.cli.run.run_command import add_output_options, search_path
 from orchestra.cli.text import figures
@@ -162,11 +163,13 @@ def _about(recovery: Recovery, hurt: RunDir) -> str:
 
 
 _EXPLAINED = """\
-  orchestra rehearse first                            what the layout allows, one fault after another
-  orchestra rehearse first --dry-run                  what would happen to it, and the batch script
-  orchestra rehearse first --fault sigkill@12:0 --fault node_down@30:9 --steps 50
+  orchestra rehearse first    what the layout allows, one fault after another
+  orchestra rehearse first --dry-run
+                              what would happen to it, and the batch script
+  orchestra rehearse first --fault sigkill@12:0 --fault exit@30 --steps 50
   orchestra rehearse first cluster.time_limit=30 cluster.partition=test
-  orchestra rehearse rehearsal-first-1-faults         wait for a rehearsal that was interrupted, and judge it
+  orchestra rehearse rehearsal-first-1-faults
+                              wait for one that was interrupted, and judge it
 
 KIND is sigkill, sigstop, exit, segfault, exception, oom, hang, gil, agent_kill or node_down (the last two on
 a cluster only). Without @STEP the step is chosen, without :RANK the rank. node_down kills every process of
@@ -181,15 +184,20 @@ are submitted at once (with ORCHESTRA_NODE_DOWN one after the other), and Ctrl-C
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.usage = (
-        "orchestra rehearse RUN [overrides] [--fault KIND[@STEP[:RANK]]] [--steps N] [--dry-run] [--json]"
+        "orchestra rehearse RUN [overrides] [--fault KIND[@STEP[:RANK]]]\n"
+        "                          [--steps N] [--dry-run] [--json]\n"
+        "                          [--config-dir DIR] [--dir DIR]"
     )
     parser.add_argument("run", metavar="RUN", help="name, unique start of one, or path")
-    parser.add_argument("overrides", nargs="*", metavar="overrides", help="KEY=VALUE or GROUP=NAME")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="overrides", help="KEY=VALUE or GROUP=NAME"
+    )
     parser.add_argument(
         "--fault", action="append", default=[], metavar="KIND[@STEP[:RANK]]", help="repeatable"
     )
     parser.add_argument("--steps", type=int, metavar="N", help="length of each run; default: as needed")
     add_output_options(parser)
+    add_config_dir(parser)
     add_directory_option(parser)
     parser.epilog = _EXPLAINED
 
@@ -200,6 +208,7 @@ def run(arguments: Namespace) -> int:
     Raises ConfigError before anything is started, LaunchError when Slurm is silent.
     """
     target = resolve(arguments.run, arguments.dir)
+    arguments.overrides = with_presets(arguments)
     if (pair := read_pair(target)) is not None:
         if arguments.overrides or arguments.fault or arguments.steps is not None or arguments.dry_run:
             raise ConfigError(

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from conf.schema import LauncherName
+from orchestra.cli.hydra_options import add_config_dir, with_presets
 from orchestra.cli.run.outlook_text import after_line, start_line
 from orchestra.cli.run.run_command import ForegroundAttempt, add_output_options, print_plan, train
 from orchestra.cli.run.submit_command import job_lines, print_job_script
@@ -43,12 +44,16 @@ if TYPE_CHECKING:
     from orchestra.submit.resume_run import ResumeJob
 
 _EXPLAINED = """\
-  orchestra resume first                              go on where the newest checkpoint is
-  orchestra resume first train.steps=2000 --accept-jump   train a finished run further, on the longer schedule
-  orchestra resume first cluster.gpus_per_node=4      on another number of ranks
+  orchestra resume first      go on where the newest checkpoint is
+  orchestra resume first train.steps=2000 --accept-jump
+                              train a finished run further, on a longer schedule
+  orchestra resume first cluster.gpus_per_node=4
+                              on another number of ranks
   orchestra resume first cluster.nodes=4 cluster.time_limit=8:00:00
-  orchestra resume first cluster=local                a run of the cluster here in the foreground
-  orchestra resume first cluster=slurm cluster.nodes=2   a run of this machine on the cluster
+  orchestra resume first cluster=local
+                              a run of the cluster here in the foreground
+  orchestra resume first cluster=slurm cluster.nodes=2
+                              a run of this machine on the cluster
 
 A run that was submitted is submitted again: a new job for the same run, with the code as it is now.
 KEY=VALUE changes the run's frozen configuration; GROUP=NAME replaces that whole section by a preset.
@@ -61,13 +66,19 @@ Of a sweep what is missing or failed is submitted, or trained here, again.
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.usage = "orchestra resume RUN [overrides] [--accept-jump] [--dry-run] [--json] [--dir DIR]"
+    parser.usage = (
+        "orchestra resume RUN [overrides] [--accept-jump] [--dry-run] [--json]\n"
+        "                        [--config-dir DIR] [--dir DIR]"
+    )
     parser.add_argument("run", metavar="RUN", help="name, unique start of one, or path")
-    parser.add_argument("overrides", nargs="*", metavar="overrides", help="KEY=VALUE or GROUP=NAME")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="overrides", help="KEY=VALUE or GROUP=NAME"
+    )
     add_output_options(parser)
     parser.add_argument(
         "--accept-jump", action="store_true", help="let a changed schedule move the rate at once"
     )
+    add_config_dir(parser)
     add_directory_option(parser)
     parser.epilog = _EXPLAINED
 
@@ -78,6 +89,7 @@ def run(arguments: Namespace) -> int:
     Raises ConfigError before anything is started, LaunchError when Slurm is silent.
     """
     target = resolve_target(arguments.run, arguments.dir)
+    arguments.overrides = with_presets(arguments)
     if not isinstance(target, RunDir):
         return _resume_sweep(arguments, target)
     answer = ask_scheduler(target, time.time())

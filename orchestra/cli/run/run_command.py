@@ -38,13 +38,14 @@ from orchestra.submit.new_run import RunRequest, frozen_config, planned_run, pre
 
 _CHART_HEIGHT = 8
 _EXPLAINED = """\
-Overrides are Hydra's: KEY=VALUE sets a value, GROUP=NAME takes a preset of a group.
+Overrides are Hydra's: KEY=VALUE sets a value, GROUP=NAME takes a preset of a
+group; `orchestra config` explains all keys.
 
-  orchestra run                                          2 CPU ranks, or all GPUs; the model `debug`
+  orchestra run          2 CPU ranks, or all GPUs; the model `debug`
   orchestra run train.steps=300 optim.lr=3e-3 run.name=first
-  orchestra run model=llama_125m data=tokens data.path=corpus.bin precision=bf16
+  orchestra run model=llama_125m data=tokens data.path=corpus precision=bf16
   orchestra run experiment=demo cluster.gpus_per_node=1
-  orchestra run -m optim.lr=1e-3,3e-3 model.num_hidden_layers=2,4 cluster.members_at_once=2 run.name=grid
+  orchestra run -m optim.lr=1e-3,3e-3 cluster.members_at_once=2 run.name=grid
 
 """
 
@@ -54,7 +55,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         "orchestra run [-m] [overrides] [--dry-run] [--json] [--force]\n"
         "                     [--cfg job] [--info] [--config-dir DIR]"
     )
-    parser.add_argument("overrides", nargs="*", metavar="overrides", help="KEY=VALUE or GROUP=NAME")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="overrides", help="KEY=VALUE or GROUP=NAME"
+    )
     add_output_options(parser)
     add_hydra_options(parser)
     parser.add_argument(

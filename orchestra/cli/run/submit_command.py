@@ -35,10 +35,11 @@ if TYPE_CHECKING:
 
 _EXPLAINED = """\
   orchestra submit cluster.nodes=4 cluster.time_limit=4:00:00 run.name=first
-  orchestra submit model=llama_1b cluster.nodes=2 cluster.partition=gpu --dry-run
+  orchestra submit model=llama_1b cluster.nodes=2 cluster.partition=a --dry-run
   orchestra submit cluster.device=cpu cluster.gpus_per_node=2 cluster.nodes=3
-  orchestra submit cluster.slurm_extra.reservation=maintenance 'cluster.setup=[module load cuda]'
-  orchestra submit -m optim.lr=1e-4,3e-4 parallelism.tp=1,2 cluster.nodes=2 run.name=grid
+  orchestra submit cluster.slurm_extra.reservation=mine cluster.nodes=2
+  orchestra submit 'cluster.setup=[module load cuda]' cluster.nodes=2
+  orchestra submit -m optim.lr=1e-4,3e-4 cluster.nodes=2 run.name=grid
   orchestra submit --after first cluster.nodes=2 run.name=second
 
 cluster=slurm is taken where no other cluster is chosen. Ranks per node and device are the cluster's own where
@@ -58,10 +59,13 @@ It says what the job costs at most, how the account stands (sshare) and when Slu
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.usage = (
-        "orchestra submit [-m] [overrides] [--dry-run] [--json] [--wait] [--force] [--after RUN]\n"
-        "                        [--skip-memory-check] [--cfg job] [--info] [--config-dir DIR]"
+        "orchestra submit [-m] [overrides] [--dry-run] [--json] [--wait] [--force]\n"
+        "                        [--after RUN] [--skip-memory-check] [--cfg job] [--info]\n"
+        "                        [--config-dir DIR]"
     )
-    parser.add_argument("overrides", nargs="*", metavar="overrides", help="KEY=VALUE or GROUP=NAME")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="overrides", help="KEY=VALUE or GROUP=NAME"
+    )
     parser.add_argument("-m", "--multirun", action="store_true", help="sweep: submit every combination")
     parser.add_argument(
         "--after",

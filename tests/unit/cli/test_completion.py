@@ -29,6 +29,15 @@ TABLE = [
     ("orchestra run train.profile.e", ["train.profile.enabled="]),
     ("orchestra run train.pro", ["train.profile."]),
     ("orchestra why fi", ["first"]),
+    ("orchestra why first ", []),
+    *(
+        (f"orchestra {verb} fi", ["first"])
+        for verb in ("report", "top", "watch", "profile", "eval", "generate")
+    ),
+    ("orchestra submit --after fi", ["first"]),
+    ("orchestra plan --goodput --like fi", ["first"]),
+    ("orchestra rehearse first cluster.no", ["cluster.node_order=", "cluster.nodes="]),
+    ("orchestra doctor cluster.part", ["cluster.partition="]),
     ("orchestra resume first train.log", ["train.log_every="]),
     ("orchestra config optim.l", ["optim.lr"]),
     ("orchestra completion f", ["fish"]),

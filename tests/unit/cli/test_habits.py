@@ -9,6 +9,9 @@ import pytest
 from support.command_line import CommandLine
 
 from orchestra.cli import INSTEAD, VERBS
+from orchestra.config import other_tools
+from orchestra.config.descriptions import described_presets
+from orchestra.config.keys import find_key
 from orchestra.errors import EXIT_DONE, EXIT_USAGE
 
 CFG = "--cfg job"
@@ -53,6 +56,34 @@ run +train.steps=3 -> 2 write train.steps=3
 run ++train.steps=3 {CFG} -p train.steps -> 0 3
 run ~wandb {CFG} -p wandb.mode -> 0 disabled
 run ~wandb.tags -> 2 cannot be deleted
+run wandb=null {CFG} -p wandb.mode -> 0 disabled
+run wandb=off {CFG} -p wandb.mode -> 0 disabled
+run experiment=null {CFG} -p train.steps -> 0 100
+run ~train -> 2 ~train: a section cannot be left out; take a preset of it (train=default,
+run ~model=debug -> 2 a section cannot be left out
+run optim=null -> 2 optim=null: a section cannot be left out; take a preset of it (optim=adamw,
+run ~eval -> 2 ~eval: a section cannot be left out; set one of eval.every_steps,
+run parallelism=fsdp -> 2 did you mean parallelism=zero3?
+run optim=sgd -> 2 optim.target=torch.optim:SGD
+run checkpoint.dir=~/states {CFG} -p checkpoint.dir -> 0 HOME/states
+run data=tokens data.blend=[{{path:~/a}},{{path:~/b}}] --dry-run -> 2 no file HOME/b.bin
+run lr=3e-4 -> 2 did you mean optim.lr?
+run trainer.max_steps=10 -> 2 did you mean train.steps?
+run optim.learning_rate=1 -> 2 did you mean optim.lr?
+run cluster.num_nodes=3 -> 2 did you mean cluster.nodes?
+run tensor_model_parallel_size=2 -> 2 did you mean parallelism.tp?
+run training.local_batch_size=4 -> 2 did you mean train.micro_batch_size?
+run trainer.bf16=true -> 2 did you mean precision=bf16?
+run --nproc_per_node=2 -> 2 write cluster.gpus_per_node=2; see
+submit --nodes 4 -> 2 write cluster.nodes=VALUE; see
+run --train.steps=3 -> 2 write train.steps=3; see
+run --dryrun -> 2 did you mean --dry-run?
+status --nodes=3 -> 2 unrecognized arguments: --nodes=3; see `orchestra status
+resume -> 2 the following arguments are required: RUN; see
+run optim.betas=[0.9,0.95 -> 2 (a bracket is not closed)
+run optim.betas=(0.9,0.95) -> 2 (a list is written [a,b])
+run -m train.steps=1,,2 -> 2 (',' cannot stand there)
+run -m train.steps=1,2, -> 2 (something is missing at its end)
 run run.name=${{oc.env:NOT_SET,given}} {CFG} -p run.name -> 0 given
 run run.name=x${{train.steps}} {CFG} -p run.name -> 0 x100
 run run.name=${{now:%Y}} {CFG} -p run.name -> 0 20
@@ -98,9 +129,26 @@ def test_what_is_typed_by_habit_works_or_is_answered_with_what_to_type(
     (presets / "experiment" / "mine.yaml").write_text("# @package _global_\ntrain:\n  seq_len: 32\n")
     code, _, words = expected.partition(" ")
     said = orchestra(*typed.replace("PRESETS", str(presets)).split(), code=int(code))
+    words = words.replace("HOME", str(Path.home()))
     assert words in (said.out if int(code) == EXIT_DONE else said.err)
     assert int(code) in (EXIT_DONE, EXIT_USAGE)
     assert [path.name for path in tmp_path.iterdir()] == ["presets"]
+
+
+def test_words_of_other_tools_stand_for_keys_that_there_are() -> None:
+    for key in other_tools.WORDS:
+        group, _, preset = key.partition("=")
+        assert find_key(group) is not None, key
+        assert not preset or preset in described_presets(group), key
+
+
+@pytest.mark.parametrize("verb", ["", *VERBS])
+def test_help_is_no_wider_than_a_terminal(
+    verb: str, orchestra: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = orchestra(*verb.split(), "--help").out.splitlines()
+    assert [line for line in lines if len(line) > 80] == []
 
 
 def test_every_verb_of_another_tool_names_a_verb_that_there_is() -> None:

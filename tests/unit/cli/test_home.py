@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 from support.command_line import CommandLine
 
+from orchestra.config.compose import compose
+from orchestra.config.machine import Situation
 from orchestra.errors import EXIT_USAGE
+from orchestra.run.config_file import write_config
 from orchestra.run.paths import RunDir
 from orchestra.run.run_folders import index_folder, remember, remembered
 
@@ -53,6 +56,24 @@ def test_defaults_of_the_home_come_before_what_is_typed(home: Path, orchestra: C
     assert value("run", "wandb.entity") == "team"
     info = orchestra("run", "--info").out
     assert all(word in info for word in (str(home), "cluster=lab", "run_dir="))
+
+
+@pytest.mark.parametrize("verb", ["run", "doctor", "bench network", "rehearse first"])
+def test_every_verb_with_overrides_finds_the_presets_of_the_home(
+    verb: str, home: Path, orchestra: CommandLine
+) -> None:
+    for folder in ("mine", "elsewhere"):
+        Path(folder, "optim").mkdir(parents=True)
+        Path(folder, "optim", f"of_{folder}.yaml").write_text("lr: 1e-4\n")
+    home.write_text(f"searchpath: [{Path.cwd()}/mine]\n")
+    run = made(Path("runs", "first"))
+    write_config(run.config, compose(["run.name=first"], Situation("run")).config)
+    # What follows the preset is wrong in itself, so that nothing is started.
+    words = [*verb.split(), "optim=of_mine", "train.steps=0"]
+    assert "preset" not in orchestra(*words, code=EXIT_USAGE).err
+    assert "no such preset" in orchestra(*verb.split(), "optim=of_elsewhere", code=EXIT_USAGE).err
+    words = [*verb.split(), "optim=of_elsewhere", "train.steps=0", "--config-dir", "elsewhere"]
+    assert "preset" not in orchestra(*words, code=EXIT_USAGE).err
 
 
 @pytest.mark.parametrize(

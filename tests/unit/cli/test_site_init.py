@@ -110,6 +110,7 @@ def test_without_slurm_it_is_a_file_for_this_machine(
     slurm.says("sinfo", complains="\n".join(f"sinfo: {words}" for words in dead), code=1)
     answer = orchestra("site", "init", "desk")
     assert "note: sinfo finds no configuration of a Slurm cluster" in answer.err
+    assert "`orchestra doctor cluster=desk`, `orchestra run cluster=desk --dry-run`" in answer.out
     folder = tmp_path / "home" / "presets"
     config = compose([f"hydra.searchpath=[{folder}]", "cluster=desk"], Situation("run")).config
     assert (config.cluster.name, config.cluster.launcher.value) == ("desk", "local")
