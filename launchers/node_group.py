@@ -5,8 +5,8 @@ Each agent makes a `NodeGroup`. They communicate by files in a folder that all n
 member-003.json        who the agent of node 3 is: host, address, what it offers
 beat-003               a counter that moves while that agent lives; clocks are never compared
                        (whose stands still for too long: launchers/silence.py)
-lost-003.json          that counter as it stood when node 3 was found silent: who comes later need not wait
-                       as long again
+lost-003.json          that counter as it stood when node 3 was found silent, or stepped down: who comes
+                       later need not wait as long again
 orders/0002.json       what all are to do next, numbered without gaps; taken by link(2), so that there is one
 orders/0002.broken     left by the first agent that saw that order broken
 end-0002-003.json      how node 3's part of order 2 ended
@@ -48,6 +48,8 @@ _BEATS_READ_PER_S = 500
 # tool that reads a rank's stacks may take for each rank of a node.
 _STALL_TIMEOUTS = 12
 _LEAST_STALL_S = 120.0
+# In the file of a lost node that said so itself.
+_STEPPED_DOWN = "stepped_down"
 # What storage that fails over may take beyond that: the ranks may train on meanwhile.
 _STORAGE_S = 900.0
 
@@ -121,6 +123,8 @@ class NodeGroup:
         # The beats at which nodes fell silent, as this agent told of them.
         self._told: dict[int, bytes] = {}
         self._is_over = threading.Event()
+        self._beats: threading.Thread | None = None
+        self._has_stepped_down = False
         self._stall_s = max(_LEAST_STALL_S, _STALL_TIMEOUTS * timeout_s)
         self._stalled = stalled
         # How often it was time for a beat, and by when of that the agent's own thread must have made
@@ -145,7 +149,8 @@ class NodeGroup:
             self._write(self._member_file(self.node), dataclasses.asdict(self.member))
         except OSError as error:
             raise LauncherError(f"cannot write into {self.folder}: {error.strerror}") from error
-        threading.Thread(target=self._keep_beating, name="beat", daemon=True).start()
+        self._beats = threading.Thread(target=self._keep_beating, name="beat", daemon=True)
+        self._beats.start()
         return self.member
 
     def _take_deaf_port(self, address: str) -> int:
@@ -194,8 +199,23 @@ class NodeGroup:
         if self._deaf is not None:
             self._deaf.close()
         for file in (self._member_file(self.node), self._beat_file(self.node)):
-            with contextlib.suppress(OSError):
-                file.unlink()
+            if not self._has_stepped_down:
+                with contextlib.suppress(OSError):
+                    file.unlink()
+
+    def step_down(self, facts: Mapping[str, Any]) -> None:
+        """Let the others go on at once as if this node were lost: its beat stands still for good. Its name
+        stays on the list, with `facts`, the last that it says of itself. Raises OSError, and is a member
+        still.
+        """
+        self.tell(facts)
+        self._has_stepped_down = True
+        self._is_over.set()
+        if self._beats is not None:
+            self._beats.join()
+        with contextlib.suppress(OSError):
+            beat = self._beat_file(self.node).read_bytes()
+            self._write(self._lost_file(self.node), {"beat": beat.decode(), _STEPPED_DOWN: True})
 
     def _keep_beating(self) -> None:
         count = 0
@@ -277,16 +297,24 @@ class NodeGroup:
             value = None
             with contextlib.suppress(OSError):
                 value = self._beat_file(node).read_bytes() or None
-            is_new = value is not None and self._watch.last_of(node) is None
-            self._watch.see(node, value, self._own_beats, is_lost=is_new and self._is_known_lost(node, value))
+            is_lost = value is not None and self._is_known_lost(node, value)
+            self._watch.see(node, value, self._own_beats, is_lost=is_lost)
         return self._watch.is_silent(node, self._own_beats)
 
-    def _is_known_lost(self, node: int, value: bytes | None) -> bool:
-        """Tell whether an agent that looked before this one found a node silent where its beat still is."""
+    def _is_known_lost(self, node: int, value: bytes) -> bool:
+        """Tell whether a node stepped down where its beat stands, or is looked at for the first time and was
+        found silent there before.
+        """
+        last = self._watch.last_of(node)
+        if last not in (None, value):
+            return False
+        record = self._word_of_loss(node, value)
+        return record is not None and (last is None or bool(record.get(_STEPPED_DOWN)))
+
+    def _word_of_loss(self, node: int, value: bytes) -> dict[str, Any] | None:
+        """Return what lies here of a node that is lost where its beat is `value`; None where nothing does."""
         record = _read(self._lost_file(node))
-        return (
-            record is not None and value is not None and record.get("beat") == value.decode(errors="replace")
-        )
+        return record if record is not None and record.get("beat") == value.decode(errors="replace") else None
 
     def _tell_of_silent(self, nodes: Iterable[int]) -> None:
         """Let agents that come later know of silent nodes."""
@@ -294,9 +322,10 @@ class NodeGroup:
             value = self._watch.last_of(node)
             if value is not None and self._told.get(node) != value:
                 self._told[node] = value
-                # Who is not told waits longer.
-                with contextlib.suppress(OSError):
-                    self._write(self._lost_file(node), {"beat": value.decode(errors="replace")})
+                if self._word_of_loss(node, value) is None:
+                    # Who is not told waits longer.
+                    with contextlib.suppress(OSError):
+                        self._write(self._lost_file(node), {"beat": value.decode(errors="replace")})
 
     # What comes next.
 

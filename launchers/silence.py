@@ -86,11 +86,11 @@ class SilenceWatch:
     def see(self, node: int, value: bytes | None, now: int, *, is_lost: bool = False) -> None:
         """Take note of a beat that was just read (None: it could not be); `now`: the watcher's own beats.
 
-        A node counts from the first time that it is named, and is silent at once where it `is_lost`: others
-        have waited for this very beat to move.
+        A node counts from the first time that it is named, and is silent at once where it `is_lost`: it is
+        known that nobody need wait for this very beat to move.
         """
         watched = self._watched.get(node)
-        if watched is None or (watched.value is None and is_lost):
+        if watched is None or is_lost:
             waited = math.floor(self._timeout_s / self._beat_s) + 1 if is_lost else 0
             self._watched[node] = _Watched(value, now - waited, now)
             return

@@ -157,6 +157,8 @@ class _Agent:
                 if self._context.scheduler.is_helper:
                     raise LaunchError(f"the job that this one helps is over ({self._group.folder.name})")
                 self._leader.look(order)
+                if self._leader.has_stepped_down:
+                    return AttendResult(EXIT_DONE, self._last_attempt)
             elif self._context.signals.count() and order is None:
                 self._wait_for_the_leader()
             self._end_where_forgotten(order)

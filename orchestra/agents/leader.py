@@ -20,7 +20,7 @@ from orchestra.agents.attempt import config_of, ending_of, is_to_be_resized, mar
 from orchestra.agents.attempt_record import AttemptRecord, write_started
 from orchestra.agents.context import END, REFUSE, SCHEDULER_S, START, AgentContext, attempt_number, host_of
 from orchestra.agents.growth.resize import living
-from orchestra.agents.node_check.after_hang import RingAnswers, cut_off
+from orchestra.agents.node_check.after_hang import CUT_OFF, RingAnswers, cut_off
 from orchestra.agents.node_copies import MEMORY, memory_of
 from orchestra.agents.wait_for_nodes import Preflight, WaitForNodes, called_off, start_failed
 from orchestra.errors import (
@@ -61,6 +61,8 @@ class Leader:
         self._ended_since: float | None = None
         # What is to follow and when (this host's own clock): the policy may want to wait.
         self._next: tuple[float, Order] | None = None
+        # Whether this agent has no further part in the job.
+        self.has_stepped_down = False
 
     def look(self, order: Order | None) -> None:
         """Do what is due. Raises LaunchError and OSError."""
@@ -73,8 +75,25 @@ class Leader:
             self._publish_when_due(*self._next)
         elif order is None:
             self._begin()
-        elif order.action == START and self._is_over(order) and self._answers.are_in(order):
+        elif self._is_concluded_here(order):
             self._conclude(order)
+
+    def _is_concluded_here(self, order: Order) -> bool:
+        """Tell whether an attempt is over, all is known that is waited for, and this agent concludes it."""
+        is_over = order.action == START and self._is_over(order) and self._answers.are_in(order)
+        return is_over and not self._steps_down(order)
+
+    def _steps_down(self, order: Order) -> bool:
+        """Let another agent conclude the attempt, and lead, where no other node reaches this one."""
+        if self._context.node not in cut_off(self._context, order):
+            return False
+        try:
+            self._group.step_down({CUT_OFF: order.number})
+        except OSError:
+            return False
+        self._context.say("no other node reaches this one: it takes no further part")
+        self.has_stepped_down = True
+        return True
 
     # Beginning.
 

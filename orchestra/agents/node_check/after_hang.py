@@ -3,7 +3,8 @@
 A node whose packets are lost in one direction, or that is cut off from the ranks' network alone, makes no
 progress, as all others: positions blame no rank, and its agent lives. So all agents, spares too, measure the
 way to their neighbour again (`RingMeasurement`); the leader waits for that (`RingAnswers`), and takes a node
-for lost that reaches no other and that no other reaches (`cut_off`).
+for lost that reaches no other and that no other reaches (`cut_off`). Where that is its own, it steps down:
+it would not reach Slurm either, and the job that its node holds would outlive the run.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from orchestra.agents import choose_nodes
 from orchestra.agents.context import START, AgentContext
 from orchestra.run.events import read_events
 
+# What an agent that steps down says of itself: the number of the order after which it did.
+CUT_OFF = "cut_off"
 # Several times what a neighbour is waited for that does not answer.
 _TIMEOUT_S = 15.0
 
@@ -63,10 +66,18 @@ class RingAnswers:
 def cut_off(context: AgentContext, order: Order) -> list[int]:
     """Return the nodes of an attempt that hung which no other reaches and which reach none.
 
-    Empty where the run could not go on without them: the network may come back.
+    Empty where the run could not go on without them: the network may come back. Where an agent stepped down
+    for that, what it found holds.
     """
     if not _hung(context, order):
         return []
+    stepped_down = [
+        node
+        for node, member in context.group.members().items()
+        if member.facts.get(CUT_OFF) == order.number and node in order.nodes
+    ]
+    if stepped_down:
+        return stepped_down
     members = _living(context)
     alone = [
         node for node in without_links(members, order.number, context.group.num_nodes) if node in order.nodes

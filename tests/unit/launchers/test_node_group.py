@@ -104,6 +104,18 @@ def test_who_comes_later_does_not_wait_again_for_a_node_that_was_found_silent(
         first.wait()
 
 
+def test_an_agent_that_steps_down_is_silent_at_once_and_stays_on_the_list(joined: Join) -> None:
+    first, second, third = joined(0), joined(1), joined(2)
+    assert eventually(lambda: [group.leader() for group in (second, third)] == [0, 0])
+    began = time.monotonic()
+    first.step_down({"cut_off": 4})
+    assert eventually(lambda: second.leads and third.leader() == 1)
+    assert eventually(lambda: third.silent([0, 1]) == [0])
+    assert time.monotonic() - began < TIMEOUT_S
+    first.leave()
+    assert second.members()[0].facts["cut_off"] == 4
+
+
 def test_who_reads_a_beat_while_it_is_written_finds_one(tmp_path: Path, joined: Join) -> None:
     group, is_over = joined(0), threading.Event()
 
