@@ -247,21 +247,19 @@ def _in_fp8(shape: TrainingShape, layers: Iterable[int]) -> list[bool]:
 
 
 def _elements_kept_whole(shape: TrainingShape, stage: PipelineStage, parts: RankParameters) -> float:
-    """Return the elements of what every rank has whole where matrices are gathered in fp8 (norms, biases,
-    routers), and of the message that brings them: from each rank as much as one has of them at most. That is
-    a layer's own, which lie near each other, or all that a rank has of the layer.
+    """Return the elements of what every rank has whole where matrices are gathered in fp8: norms, biases,
+    routers.
     """
-    model, layout, shards = shape.model, shape.layout, shape.num_shards
-    found: list[tuple[float, float]] = []
+    model, layout = shape.model, shape.layout
+    found = 0.0
     for has_experts in _in_fp8(shape, chain(*stage.chunks)):
         tensors = parts.of_layer if has_experts or not parts.of_dense else parts.of_dense
         rounded = rounded_elements(model, layout.tp, layout.ep, has_experts=has_experts)
         experts = sum(parts.of_experts) if has_experts else 0
-        found.append((sum(tensors) - (rounded - experts), sum(tensors) / shards))
+        found += sum(tensors) - (rounded - experts)
     if shape.options.fp8_output and stage.has_head and not model.tie_word_embeddings:
-        table = math.ceil(model.vocab_size / layout.tp) * model.hidden_size
-        found.append((parts.after - table, parts.after / shards))
-    return sum(whole + shards * min(whole, owned) for whole, owned in found)
+        found += parts.after - math.ceil(model.vocab_size / layout.tp) * model.hidden_size
+    return found
 
 
 def step_bytes(shape: TrainingShape, stage: PipelineStage, parts: RankParameters) -> StepBytes:
