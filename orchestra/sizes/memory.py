@@ -339,25 +339,22 @@ def _work_of(shape: TrainingShape, stage: PipelineStage, layers: range, parts: R
 
 def _waiting_bytes(shape: TrainingShape, layers: range) -> float:
     """Return what the gradients of layers' weights are made of where they are taken later, whatever is
-    recomputed: inputs of products, whole under tensor parallelism, and gradients of their outputs. Products
-    in fp8 are taken at once, and the gradients themselves wait.
+    recomputed: inputs of products, whole under tensor parallelism, and gradients of their outputs; of
+    products in fp8 as they were rounded, in one byte.
     """
     if shape.layout.pp == 1 or not splits_backward(shape.schedule):
         return 0.0
-    model, layout = shape.model, shape.layout
-    in_fp8 = _in_fp8(shape, layers)
-    made = sum(rounded_elements(model, layout.tp, layout.ep, has_experts=each) for each in in_fp8)
-    others = (len(layers) - len(in_fp8)) * _waiting_bytes_of_layer(shape)
-    return widths(shape.precision).parameters * made + others
+    num_fp8 = len(_in_fp8(shape, layers))
+    return (num_fp8 + shape.tokens.width_bytes * (len(layers) - num_fp8)) * _waiting_numbers(shape)
 
 
-def _waiting_bytes_of_layer(shape: TrainingShape) -> float:
+def _waiting_numbers(shape: TrainingShape) -> float:
     model, tokens = shape.model, shape.tokens
     kv = max(key_value_width(model) / tokens.tp, 2 * head_dim(model))
     inner = (2 if model.family is Family.gpt else 3) * feed_forward_width(model) / tokens.tp
     split = 2 * attention_width(model) / tokens.tp + kv + inner
     rows = 2 * model.num_experts_per_tok * model.hidden_size if model.num_experts else 0
-    return tokens.count * tokens.width_bytes * (4 * model.hidden_size + split + rows)
+    return tokens.count * (4 * model.hidden_size + split + rows)
 
 
 def schedule_states(shape: TrainingShape, stage: PipelineStage) -> tuple[HeldState, ...]:
