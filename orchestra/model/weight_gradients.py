@@ -90,6 +90,13 @@ class WeightGradient:
         else:
             self._add(gradient)
 
+    def add_made(self, make: Callable[[], Tensor]) -> None:
+        """Take what `make` returns, of the weight's shape: it is made when it is taken."""
+        if self._later.is_open:
+            self._later.put(lambda: self._add(make()))
+        else:
+            self._add(make())
+
     def _add(self, gradient: Tensor) -> None:
         memory, adds = self.begin()
         head = memory[: len(gradient)]
@@ -182,14 +189,19 @@ def weight_gradient(ticket: Tensor) -> WeightGradient:
     return _BY_TICKET[ticket.data_ptr()]
 
 
+def known_by(number: int) -> WeightGradient:
+    """Return the object whose ticket holds this number: compiled code gives copies of tickets."""
+    return _BY_TICKET[number]
+
+
 @torch.library.custom_op("orchestra::give_product", mutates_args=("ticket",))
 def _give_product(ticket: Tensor, grad_TO: Tensor, x_TI: Tensor) -> None:
-    _BY_TICKET[int(ticket)].add_product(grad_TO, x_TI)
+    known_by(int(ticket)).add_product(grad_TO, x_TI)
 
 
 @torch.library.custom_op("orchestra::give_gradient", mutates_args=("ticket",))
 def _give_gradient(ticket: Tensor, gradient: Tensor) -> None:
-    _BY_TICKET[int(ticket)].add(gradient)
+    known_by(int(ticket)).add(gradient)
 
 
 @_give_product.register_fake

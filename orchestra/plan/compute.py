@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, fields, replace
 
-from conf.schema import ContextMethod, Recompute
+from conf.schema import ContextMethod, PrecisionName, Recompute
 from orchestra.plan.case import PlanCase, RankElements, held_of_layer, most_experts
 from orchestra.plan.kernels.memory_passes import (
     STREAM_SHARE,
@@ -102,7 +102,7 @@ def layer_time(case: PlanCase, *, is_pressed: bool = False) -> LayerTime:
     attention_again = 1 + (1 / _PASSES if case.recompute is not Recompute.none else 0)
     of_all = num_layer_parameters(model) - num_expert_parameters(model)
     products = 2 * _PASSES * of_all * tokens.count / tokens.tp / device.product_flops
-    products += _PASSES * _experts_products_s(case)
+    products += _experts_products_s(case)
     if case.counts_passes:
         products *= slowdown(case, layer_matrices(case), rate=device.product_flops / half_flops(case))
     attention = _attention(case) * attention_again
@@ -197,15 +197,18 @@ def _with_layers(case: PlanCase, recompute: Recompute, is_dense: bool) -> PlanCa
 
 
 def _experts_products_s(case: PlanCase) -> float:
-    """Return the seconds of the experts' products in one pass: forward, or one of the two of backward."""
+    """Return the seconds of the experts' products of a micro-batch, in all passes: each takes as long as
+    multiplying, or as reading the weights, of the last one writing their gradients.
+    """
     model, tokens, device = case.model, case.tokens, case.device
     if not model.num_experts:
         return 0.0
     used = num_expert_parameters(model) // model.num_experts * model.num_experts_per_tok
     rate = device.product_flops * case.framework.experts_rate
     multiplying = _uneven(case) * 2 * used * tokens.count / tokens.tp / rate
-    reading = held_of_layer(model, case.layout).experts * tokens.width_bytes / device.memory_bytes_per_s
-    return max(multiplying, reading)
+    moving = held_of_layer(model, case.layout).experts / device.memory_bytes_per_s
+    weight = 1 if case.precision is PrecisionName.fp8 else tokens.width_bytes
+    return sum(max(multiplying, width * moving) for width in (weight, weight, tokens.width_bytes))
 
 
 def _exchange_s(case: PlanCase) -> float:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from conf.schema import Scaling
 from orchestra.model.initial import is_fake
-from orchestra.model.weight_gradients import give_gradient, tickets_of
+from orchestra.model.weight_gradients import known_by, tickets_of, weight_gradient
 from orchestra.sizes.memory import FP8_ELEMENTS
 
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
@@ -256,6 +256,35 @@ def scaled_product(
     return product
 
 
+# Compiled code can't hold what makes a gradient later, but what it is made of.
+@torch.library.custom_op("orchestra::give_scaled_product", mutates_args=("ticket",))
+def _give_scaled_product(
+    ticket: Tensor, grad: Tensor, grad_scale: Tensor, x: Tensor, x_scale: Tensor, dtype: torch.dtype
+) -> None:
+    factors = Rounded(grad, grad_scale), Rounded(x, x_scale)
+    known_by(int(ticket)).add_made(lambda: scaled_product(*factors, dtype))
+
+
+@_give_scaled_product.register_fake
+def _(
+    ticket: Tensor, grad: Tensor, grad_scale: Tensor, x: Tensor, x_scale: Tensor, dtype: torch.dtype
+) -> None:
+    """Nothing that a compiler can see comes of it but the change of the ticket."""
+
+
+def _give_gradient_of(
+    ticket: Tensor | None, grad_OT: Rounded, x_IT: Rounded, dtype: torch.dtype
+) -> Tensor | None:
+    """Return a weight's gradient for autograd, or None where the ticket's owner takes it, perhaps later."""
+    if ticket is None:
+        return scaled_product(grad_OT, x_IT, dtype)
+    if torch.compiler.is_compiling():
+        _give_scaled_product(ticket, *grad_OT, *x_IT, dtype)
+    else:
+        weight_gradient(ticket).add_made(lambda: scaled_product(grad_OT, x_IT, dtype))
+    return None
+
+
 class _RoundedProducts(torch.autograd.Function):
     """Products of one input [T, E] with weights [O, E], each rounded as the module's docstring says.
 
@@ -322,7 +351,7 @@ class _RoundedProducts(torch.autograd.Function):
                 grad = turned(grad)
             else:
                 grad = rounded(grad_TO.t().contiguous(), BACKWARD, scaling)
-            grad_weights.append(give_gradient(ticket, scaled_product(grad, by_columns, ctx.weight_dtype)))
+            grad_weights.append(_give_gradient_of(ticket, grad, by_columns, ctx.weight_dtype))
         no_more = [None] * (ctx.num_parameters - ctx.num_products)
         return grad_x, None, None, None, None, None, *grad_weights, *no_more
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from conf.schema import Scaling
-from orchestra.model.weight_gradients import give_gradient, tickets_of
+from orchestra.model.weight_gradients import known_by, tickets_of, weight_gradient
 from orchestra.precision.fp8 import (
     FORWARD,
     Rounded,
@@ -185,6 +185,53 @@ def _grouped_product(
     return product
 
 
+# As in `fp8`: what compiled code gives is what a gradient is made of.
+@torch.library.custom_op("orchestra::give_grouped_fp8_product", mutates_args=("ticket",))
+def _give_grouped_product(
+    ticket: Tensor,
+    grad: Tensor,
+    grad_scale: Tensor,
+    rows: Tensor,
+    rows_scale: Tensor,
+    ends_X: Tensor,
+    has_kernel: bool,
+) -> None:
+    factors = Rounded(grad, grad_scale), Rounded(rows, rows_scale)
+    known_by(int(ticket)).add_made(lambda: _gradient_product(*factors, ends_X, has_kernel=has_kernel))
+
+
+@_give_grouped_product.register_fake
+def _(
+    ticket: Tensor,
+    grad: Tensor,
+    grad_scale: Tensor,
+    rows: Tensor,
+    rows_scale: Tensor,
+    ends_X: Tensor,
+    has_kernel: bool,
+) -> None:
+    """Nothing that a compiler can see comes of it but the change of the ticket."""
+
+
+_gradient_product = functools.partial(_grouped_product, keeps_digits=True)
+
+
+def _give_gradient_of(
+    ticket: Tensor | None, grad: Rounded, rows: Rounded, ends_X: Tensor, *, has_kernel: bool
+) -> Tensor | None:
+    """Return the gradient of stacked weights for autograd, or None where the ticket's owner takes it, perhaps
+    later.
+    """
+    if ticket is None:
+        return _gradient_product(grad, rows, ends_X, has_kernel=has_kernel)
+    if torch.compiler.is_compiling():
+        _give_grouped_product(ticket, *grad, *rows, ends_X, has_kernel)
+    else:
+        made = functools.partial(_gradient_product, grad, rows, ends_X, has_kernel=has_kernel)
+        weight_gradient(ticket).add_made(made)
+    return None
+
+
 class _GroupedProducts(torch.autograd.Function):
     """Products of rows [M, I] with some stacked weights [X, O, I].
 
@@ -228,7 +275,6 @@ class _GroupedProducts(torch.autograd.Function):
             for rounding in (_by_rows, _by_columns, rounded_stack)
         )
         rows = by_columns(rows_MI, places)
-        product = functools.partial(_grouped_product, has_kernel=ctx.has_kernel, keeps_digits=True)
         grad_rows: Tensor | None = None
         grad_weights = []
         for number, (grad_MO, ticket) in enumerate(zip(grads, tickets, strict=True)):
@@ -236,10 +282,11 @@ class _GroupedProducts(torch.autograd.Function):
                 weight = Rounded(*kept[2 * number : 2 * number + 2])
             else:
                 weight = round_stack(kept[number].transpose(1, 2))
-            part = product(by_rows(grad_MO), weight, ends_X)
+            part = _gradient_product(by_rows(grad_MO), weight, ends_X, has_kernel=ctx.has_kernel)
             grad_rows = part if grad_rows is None else grad_rows.add_(part)
-            gradient = product(by_columns(grad_MO, places), rows, places.ends)
-            grad_weights.append(give_gradient(ticket, gradient))
+            grad = by_columns(grad_MO, places)
+            gradient = _give_gradient_of(ticket, grad, rows, places.ends, has_kernel=ctx.has_kernel)
+            grad_weights.append(gradient)
         no_more = [None] * (ctx.num_parameters - ctx.num_products)
         return grad_rows, *[None] * 5, *grad_weights, *no_more
 

@@ -247,21 +247,19 @@ def _in_fp8(shape: TrainingShape, layers: Iterable[int]) -> list[bool]:
 
 
 def _elements_kept_whole(shape: TrainingShape, stage: PipelineStage, parts: RankParameters) -> float:
-    """Return the elements of what every rank has whole where matrices are gathered in fp8 (norms, biases,
-    routers), and of the message that brings them: from each rank as much as one has of them at most. That is
-    a layer's own, which lie near each other, or all that a rank has of the layer.
+    """Return the elements of what every rank has whole where matrices are gathered in fp8: norms, biases,
+    routers.
     """
-    model, layout, shards = shape.model, shape.layout, shape.num_shards
-    found: list[tuple[float, float]] = []
+    model, layout = shape.model, shape.layout
+    found = 0.0
     for has_experts in _in_fp8(shape, chain(*stage.chunks)):
         tensors = parts.of_layer if has_experts or not parts.of_dense else parts.of_dense
         rounded = rounded_elements(model, layout.tp, layout.ep, has_experts=has_experts)
         experts = sum(parts.of_experts) if has_experts else 0
-        found.append((sum(tensors) - (rounded - experts), sum(tensors) / shards))
+        found += sum(tensors) - (rounded - experts)
     if shape.options.fp8_output and stage.has_head and not model.tie_word_embeddings:
-        table = math.ceil(model.vocab_size / layout.tp) * model.hidden_size
-        found.append((parts.after - table, parts.after / shards))
-    return sum(whole + shards * min(whole, owned) for whole, owned in found)
+        found += parts.after - math.ceil(model.vocab_size / layout.tp) * model.hidden_size
+    return found
 
 
 def step_bytes(shape: TrainingShape, stage: PipelineStage, parts: RankParameters) -> StepBytes:
@@ -341,25 +339,22 @@ def _work_of(shape: TrainingShape, stage: PipelineStage, layers: range, parts: R
 
 def _waiting_bytes(shape: TrainingShape, layers: range) -> float:
     """Return what the gradients of layers' weights are made of where they are taken later, whatever is
-    recomputed: inputs of products, whole under tensor parallelism, and gradients of their outputs. Products
-    in fp8 are taken at once, and the gradients themselves wait.
+    recomputed: inputs of products, whole under tensor parallelism, and gradients of their outputs; of
+    products in fp8 as they were rounded, in one byte.
     """
     if shape.layout.pp == 1 or not splits_backward(shape.schedule):
         return 0.0
-    model, layout = shape.model, shape.layout
-    in_fp8 = _in_fp8(shape, layers)
-    made = sum(rounded_elements(model, layout.tp, layout.ep, has_experts=each) for each in in_fp8)
-    others = (len(layers) - len(in_fp8)) * _waiting_bytes_of_layer(shape)
-    return widths(shape.precision).parameters * made + others
+    num_fp8 = len(_in_fp8(shape, layers))
+    return (num_fp8 + shape.tokens.width_bytes * (len(layers) - num_fp8)) * _waiting_numbers(shape)
 
 
-def _waiting_bytes_of_layer(shape: TrainingShape) -> float:
+def _waiting_numbers(shape: TrainingShape) -> float:
     model, tokens = shape.model, shape.tokens
     kv = max(key_value_width(model) / tokens.tp, 2 * head_dim(model))
     inner = (2 if model.family is Family.gpt else 3) * feed_forward_width(model) / tokens.tp
     split = 2 * attention_width(model) / tokens.tp + kv + inner
     rows = 2 * model.num_experts_per_tok * model.hidden_size if model.num_experts else 0
-    return tokens.count * tokens.width_bytes * (4 * model.hidden_size + split + rows)
+    return tokens.count * (4 * model.hidden_size + split + rows)
 
 
 def schedule_states(shape: TrainingShape, stage: PipelineStage) -> tuple[HeldState, ...]:

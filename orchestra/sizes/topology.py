@@ -133,9 +133,12 @@ class Layout:
         return {"dp": place.dp, "cp": place.cp, **model}
 
 
-def layout(parallelism: ParallelismConfig, world_size: int) -> Layout:
-    """Resolve `dp=auto` for a world size. Raises ConfigError when the degrees do not multiply out to it."""
-    problems = list(layout_problems(parallelism, world_size))
+def layout(parallelism: ParallelismConfig, world_size: int, num_experts: int | None = None) -> Layout:
+    """Resolve `dp=auto` for a world size. Raises ConfigError when the degrees do not multiply out to it.
+
+    `num_experts`: of the model; without it the error may advise more ranks than have an expert.
+    """
+    problems = list(layout_problems(parallelism, world_size, num_experts))
     if problems:
         raise ConfigError(problems)
     inner = parallelism.tp * parallelism.pp * parallelism.cp
@@ -144,8 +147,10 @@ def layout(parallelism: ParallelismConfig, world_size: int) -> Layout:
     return Layout(dp, parallelism.tp, parallelism.pp, parallelism.cp, parallelism.ep, shard)
 
 
-def layout_problems(parallelism: ParallelismConfig, world_size: int) -> Iterator[str]:
-    """Yield what keeps the degrees from giving a layout of `world_size` ranks."""
+def layout_problems(
+    parallelism: ParallelismConfig, world_size: int, num_experts: int | None = None
+) -> Iterator[str]:
+    """Yield what keeps the degrees from giving a layout of so many ranks. `num_experts`: as in `layout`."""
     wrong = list(_degree_problems(parallelism))
     yield from wrong
     if wrong:
@@ -161,9 +166,24 @@ def layout_problems(parallelism: ParallelismConfig, world_size: int) -> Iterator
     if parallelism.dp not in ("auto", dp):
         yield f"parallelism.dp={parallelism.dp} × ({product}) is not {ranks}; use parallelism.dp={dp} or auto"
     elif dp % parallelism.ep:
-        yield f"parallelism.ep={parallelism.ep} does not divide dp={dp}; use {listed(divisors(dp))}"
+        fitting = listed(expert_degrees(parallelism, dp, num_experts))
+        yield f"parallelism.ep={parallelism.ep} does not divide dp={dp}; use {fitting}"
     else:
         yield from sharding_problems(parallelism, dp)
+
+
+def expert_degrees(parallelism: ParallelismConfig, dp: int, num_experts: int | None) -> list[int]:
+    """Return the degrees `ep` of so many data-parallel ranks by which each rank has an expert and each group
+    that ZeRO shards over has all of them; 1 is always among them. `num_experts`: None where it is not known.
+    """
+    is_cut = parallelism.zero > 0 and parallelism.shard_degree is not None
+    group = parallelism.shard_degree if is_cut else None
+    return [
+        ep
+        for ep in divisors(dp)
+        if ep == 1
+        or ((num_experts is None or ep <= num_experts) and (not group or group % (ep * parallelism.cp) == 0))
+    ]
 
 
 def sharding_problems(parallelism: ParallelismConfig, dp: int | None) -> Iterator[str]:

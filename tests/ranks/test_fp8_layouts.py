@@ -114,6 +114,34 @@ def test_matrices_travel_in_one_byte_an_element(ranks: Ranks, world: int) -> Non
     assert gathered[1] < gathered[2] < gathered[0]
 
 
+def kept_whole(rank: int, world: int, config: Config, piece_bytes: int) -> tuple[list[Row], int, int]:
+    """Train with what is no matrix put together in pieces; return the rows, the bytes that are kept beside
+    the ranges and the buffers, and what sums have sent in a step.
+    """
+    with patch("orchestra.parallel.zero.zero_collectives.PIECE_BYTES", piece_bytes):
+        training, mesh = start(rank, world, config)
+        rows = take_steps(config, training, mesh, range(1, FEW))
+        mesh.traffic.bytes_sent.clear()
+        rows += take_steps(config, training, mesh, [FEW])
+        training.parallelized.stage.settle()
+    sent = mesh.traffic.bytes_sent["all_reduce"]
+    return rows, training.parallelized.stage.rounded_bytes, sent
+
+
+def test_what_is_no_matrix_takes_its_own_bytes_alone_and_comes_in_pieces(ranks: Ranks) -> None:
+    """All of it lies in the ranges of few ranks: parts as long as the longest one would be mostly empty."""
+    world = 2
+    config = gathered_fp8(DEEP, world)
+    in_one = ranks(world).run(kept_whole, config=config, piece_bytes=2**20)
+    in_pieces = ranks(world).run(kept_whole, config=config, piece_bytes=100)
+    assert in_pieces == in_one
+    norms = 2 * DEEP.num_hidden_layers + 1
+    for _, kept, sent in in_one:
+        assert kept == 2 * norms * DEEP.hidden_size
+        # And the scale of each matrix, and some numbers of the step.
+        assert 2 * kept * (world - 1) / world < sent < 1.5 * 2 * kept * (world - 1) / world
+
+
 @pytest.mark.parametrize("is_delayed", [False, True])
 def test_every_stage_trains_with_the_same_bits(ranks: Ranks, is_delayed: bool) -> None:
     """Of one micro-batch: stages sum several in other orders. Unclipped: squares of ranges are summed in

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from conf.schema import CheckpointConfig, Config, ContextMethod, ExpertPlacement, Family, MoeBalance, Offload
 from orchestra.config.keys import shown
-from orchestra.config.machine import Situation
-from orchestra.sizes.topology import divisors, listed
+from orchestra.config.machine import Situation, data_parallel
+from orchestra.sizes.topology import divisors, expert_degrees, listed
 
 
 def rule_experts(config: Config, _: Situation) -> Iterator[str]:
@@ -35,9 +35,15 @@ def rule_experts(config: Config, _: Situation) -> Iterator[str]:
             f"model.num_experts={num_experts}; use at most {num_experts}"
         )
     if ep > num_experts:
+        dp = data_parallel(config)
+        fitting = (
+            f"at most {num_experts}"
+            if dp is None
+            else listed(expert_degrees(config.parallelism, dp, num_experts))
+        )
         yield (
             f"parallelism.ep={ep} is more than model.num_experts={num_experts}, and some ranks would have no "
-            f"expert; use at most {num_experts}"
+            f"expert; use {fitting}"
         )
     if model.first_k_dense_replace >= model.num_hidden_layers > 0:
         yield (

@@ -57,7 +57,7 @@ def rule_range_of_nodes(config: Config, _: Situation) -> Iterator[str]:
 
 def _problem(config: Config, num_ranks: int, from_step: int) -> str | None:
     try:
-        mesh = layout(config.parallelism, num_ranks)
+        mesh = layout(config.parallelism, num_ranks, config.model.num_experts)
     except ConfigError as error:
         return error.problems[0]
     return next(batch_problems(config.train, mesh.dp, from_step), None)

@@ -198,7 +198,7 @@ def rule_layout(config: Config, _: Situation) -> Iterator[str]:
     parallelism = config.parallelism
     ranks = world_size(config)
     if ranks is not None:
-        yield from layout_problems(parallelism, ranks)
+        yield from layout_problems(parallelism, ranks, config.model.num_experts)
     elif isinstance(parallelism.dp, str) and parallelism.dp != "auto":
         yield f"parallelism.dp={parallelism.dp} is not a degree; use auto or a whole number of at least 1"
 

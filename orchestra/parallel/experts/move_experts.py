@@ -8,6 +8,7 @@ what moves is sent.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,9 @@ from orchestra.parallel.marks import marked
 from orchestra.parallel.mesh import Mesh
 from orchestra.parallel.zero.buffers import UnitLayout, UnitMember
 from orchestra.sizes.step_shares import Part
+
+# Elements that a rank sends in one exchange: 64 MiB of masters and two moments in fp32.
+ROUND_ELEMENTS = 64 * 2**20 // 12
 
 
 @dataclass(frozen=True)
@@ -49,16 +53,34 @@ def moved_experts(old: ExpertShares, new: ExpertShares) -> list[int]:
     return [expert for expert, (before, after) in enumerate(places) if before != after]
 
 
-def moved_pieces(
+def rounds_of_pieces(
     layout: UnitLayout, member: UnitMember, old: ExpertShares, new: ExpertShares
+) -> Iterator[list[MovedPiece]]:
+    """Yield the pieces of one parameter that move, on all ranks in the same order: as many elements at a time
+    that no rank sends or receives more than ROUND_ELEMENTS. A round has the same elements of all experts that
+    move, so that none writes what a later one has still to send.
+    """
+    experts = moved_experts(old, new)
+    if not experts:
+        return
+    leaving = Counter(old.places[expert] // old.padded for expert in experts)
+    length = member.size // old.padded
+    width = max(1, ROUND_ELEMENTS // max(leaving.values()))
+    for first in range(0, length, width):
+        yield list(_moved_pieces(layout, member, old, new, range(first, min(first + width, length))))
+
+
+def _moved_pieces(
+    layout: UnitLayout, member: UnitMember, old: ExpertShares, new: ExpertShares, elements: range
 ) -> Iterator[MovedPiece]:
-    """Yield the pieces of one parameter that move, on all ranks in the same order."""
+    """Yield the pieces of some elements of each expert that moves."""
     length, ranges = member.size // old.padded, layout.range_size
     for expert in moved_experts(old, new):
         (source, before), (target, after) = (
             divmod(shares.places[expert], shares.padded) for shares in (old, new)
         )
-        begin, end, last = before * length, after * length, (before + 1) * length
+        begin, end = (slot * length + elements.start for slot in (before, after))
+        last = before * length + elements.stop
         while begin < last:
             # Both ends are cut where another range begins.
             (of_source, at), (of_target, to) = (
@@ -88,7 +110,7 @@ class ExpertExchange:
         self._size = sum(map(len, holders.values()))
 
     def exchange(self, pieces: Iterable[MovedPiece], tensors: Sequence[Tensor], start: int) -> int:
-        """Bring the pieces of one parameter where they belong, in each tensor of its state; return the bytes
+        """Bring pieces of one parameter where they belong, in each tensor of its state; return the bytes
         that this rank has sent to others. *Collective*.
 
         `tensors`: what this rank has of the master and of what is shaped like it, from the element `start`

@@ -24,7 +24,7 @@ from orchestra.optim.adamw import Trained
 from orchestra.parallel.expert_balance import ExpertBalance, mixtures_of
 from orchestra.parallel.experts.exchanged_dispatch import ExchangedDispatch
 from orchestra.parallel.experts.expert_shares import ExpertShares
-from orchestra.parallel.experts.move_experts import ExpertExchange, moved_experts, moved_pieces
+from orchestra.parallel.experts.move_experts import ExpertExchange, moved_experts, rounds_of_pieces
 from orchestra.parallel.mesh import Mesh
 from orchestra.parallel.places import TensorPlace, layer_of_experts
 from orchestra.parallel.zero.buffers import Units
@@ -142,8 +142,9 @@ class PlacedExperts:
             for member, item in zip(unit.layout.members, unit.trained, strict=True):
                 number = layer_of_experts(member.name)
                 if number is not None and number in planned:
-                    pieces = moved_pieces(unit.layout, member, old[number], planned[number])
-                    num_bytes += self._exchange.exchange(pieces, state_of(item), item.start)
+                    state = state_of(item)
+                    for pieces in rounds_of_pieces(unit.layout, member, old[number], planned[number]):
+                        num_bytes += self._exchange.exchange(pieces, state, item.start)
         self._follow(planned)
         moved = [moved_experts(old[number], shares) for number, shares in planned.items()]
         before, expected = self._loads

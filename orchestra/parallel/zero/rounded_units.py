@@ -3,8 +3,8 @@
 Each rank rounds its own range, by the scale of the whole matrix: the bits are those of a matrix that is
 rounded where it has arrived. The largest numbers of all matrices come from all ranks in one message a step.
 The bytes lie where the unit's parameters would, in the first half of the buffer. What else is in such a unit
-(norms, biases, a router) is small: every rank keeps it whole, and gathers that of all units in one more
-message a step.
+(norms, biases, a router) is small: every rank keeps it whole, and that of all units is put together once a
+step.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -105,51 +104,39 @@ class RoundedUnits:
 
 
 class _KeptWhole:
-    """Parameters that every rank keeps whole, members of some units: they get memory of their own here."""
+    """Parameters that every rank keeps whole, members of some units: they get memory of their own here.
+
+    Layers are alike, and what is small in each often lies in the range of one and the same rank: parts of
+    equal length from all ranks would be mostly empty. So each rank fills in what it has.
+    """
 
     def __init__(self, members: Sequence[tuple[Unit, int]], shard: Collectives) -> None:
         self._shard = shard
-        self._message = torch.zeros(0)
-        self._sent: list[tuple[Tensor, Tensor]] = []
-        self._received: list[tuple[Tensor, Tensor]] = []
+        self._memory = torch.zeros(0)
+        self._own: list[tuple[Tensor, Tensor]] = []
         if not members:
             return
         sizes = [unit.layout.members[at].size for unit, at in members]
-        like = members[0][0].whole
-        kept = like.new_zeros(sum(sizes)).split(sizes)  # type: ignore[no-untyped-call]
-        parts = [
-            [unit.layout.part_of(unit.layout.members[at], rank) for unit, at in members]
-            for rank in range(shard.size)
-        ]
-        length = max(sum(stop - start for start, stop in of_rank) for of_rank in parts)
-        self._message = like.new_zeros(shard.size * length)
-        for rank, of_rank in enumerate(parts):
-            ends = list(accumulate((stop - start for start, stop in of_rank), initial=rank * length))
-            for memory, (start, stop), (begin, end) in zip(kept, of_rank, pairwise(ends), strict=True):
-                if begin < end:
-                    self._received.append((memory[start:stop], self._message[begin:end]))
-            if rank == shard.index:
-                own = [unit.owned_views(unit.owned)[at].view(-1) for unit, at in members]
-                self._sent = [
-                    (self._message[begin:end], part)
-                    for (begin, end), part in zip(pairwise(ends), own, strict=True)
-                    if begin < end
-                ]
+        self._memory = members[0][0].whole.new_zeros(sum(sizes))
+        kept = self._memory.split(sizes)  # type: ignore[no-untyped-call]
         for (unit, at), memory in zip(members, kept, strict=True):
+            start, stop = unit.layout.part_of(unit.layout.members[at], unit.index)
+            if start < stop:
+                self._own.append((memory[start:stop], unit.owned_views(unit.owned)[at].view(-1)))
             parameter = unit.trained[at].parameter
             parameter.data = memory.view(parameter.shape)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the parameters and of the message."""
-        return self._message.nbytes + sum(memory.nbytes for memory, _ in self._received)
+        """Bytes of the parameters."""
+        return self._memory.nbytes
 
     def gather(self) -> None:
         """Bring all of them to all ranks."""
-        _copy_all(self._sent)
-        if self._message.numel():
-            self._shard.gather(self._message).finish()
-        _copy_all(self._received)
+        if self._memory.numel():
+            self._memory.zero_()
+            _copy_all(self._own)
+            self._shard.put_together(self._memory.view(torch.uint8))
 
 
 def _bytes_of(whole: Tensor, size: int) -> Tensor:

@@ -22,6 +22,8 @@ from orchestra.sizes.step_shares import Part
 
 # Direct messages of gathers and of sums must not be taken for each other where both are under way.
 _GATHER_TAG, _SUM_TAG = 11, 12
+# What is put together in one message: the library's own memory for it is as large as that.
+PIECE_BYTES = 64 * 2**20
 
 
 class Pending(Protocol):
@@ -154,6 +156,15 @@ class Collectives:
         self._traffic.add_all_reduce(flat.nbytes, self.size)
         with marked(Part.communication):
             dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=self._group)
+
+    def put_together(self, flat: Tensor) -> None:
+        """Put together `flat` (uint8), of which each rank has some bytes, and zeros in the place of all
+        others: in place, PIECE_BYTES at a time, and wait for them. Sums of bytes lose no bit.
+        """
+        self._traffic.add_all_reduce(flat.nbytes, self.size)
+        with marked(Part.communication):
+            for piece in flat.split(PIECE_BYTES):  # type: ignore[no-untyped-call]
+                dist.all_reduce(piece, group=self._group)
 
     def _is_direct(self, flat: Tensor) -> bool:
         return self._may_be_direct and not flat.is_cuda

@@ -41,6 +41,10 @@ _COMPILED, _EAGER = (20, 4, 8), (40, 22, 16)
 # Bytes of rounding a number of experts' rows or gradients; of a weight at its two uses, or once a step where
 # it is kept. Eager: 33 by rows and 48 by columns, and of weights 33 each way, with a transposed copy.
 _OF_EXPERTS, _OF_EXPERTS_EAGER = (14.0, 10.0, 14.0), (81.0, 70.0, 70.0)
+# Bytes of rounding a number of an activation or a gradient; of a weight once a step where it is kept; at its
+# two uses where it is not; and of a rank's own range at each gather: compiled, and eager.
+_OF_TENSOR = (7.0, 9.0, 14.0, 3.0), (35.0, 35.0, 70.0, 29.0)
+_OF_ROWS = (10.0, 14.0, 10.0, 0.0), (70.0, 66.0, 70.0, 0.0)
 # GELU in the place of rotary positions and SwiGLU: forward 2, backward 3, and the bias's gradient.
 _GELU = 6
 
@@ -68,6 +72,9 @@ def rounding_bytes(case: PlanCase) -> float:
     gradients and weights alike. Where products share an input, the parts of its gradient are added one by
     one: three times 3 passes in 16 bits, of which norms' own are 3 already. Experts: see
     `_rounding_bytes_of_experts`.
+
+    Eager each is an operator of its own. What rounds: sizes 4, the largest 2, to fp32 6, divided 8, limited
+    8, to fp8 5; of weights that are kept, or own ranges, in parts: the last four, and copied 2.
     """
     if case.precision is not PrecisionName.fp8:
         return 0.0
@@ -110,13 +117,16 @@ def _rounding_bytes_of_experts(case: PlanCase) -> float:
 
 def _bytes_each(case: PlanCase) -> tuple[float, float]:
     """Return the bytes of rounding a number of an activation or a gradient, and of a weight."""
-    is_row = case.options.fp8_scaling is Scaling.row
-    activation = 10.0 if is_row else 5.0 if case.options.fp8_delayed_scaling else 7.0
+    is_row, is_compiled = case.options.fp8_scaling is Scaling.row, case.options.is_compiled
+    rounding = _OF_ROWS if is_row else _OF_TENSOR
+    activation, kept, used, gathered = rounding[0] if is_compiled else rounding[1]
+    if is_compiled and case.options.fp8_delayed_scaling:
+        activation -= 2
     if case.framework.passes.keeps_fp8_weights and not (case.zero == 3 and case.num_shards > 1):
-        return activation, (14.0 if is_row else 9.0) / case.accumulation
+        return activation, kept / case.accumulation
     if case.gathers_fp8:
-        return activation, 2 + (2 / case.accumulation + 2 * 3) / case.num_shards
-    return activation, 10.0 if is_row else 14.0
+        return activation, 2 + (2 / case.accumulation + 2 * gathered) / case.num_shards
+    return activation, used
 
 
 def loss_bytes(case: PlanCase) -> float:

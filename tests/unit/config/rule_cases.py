@@ -147,7 +147,9 @@ rule_positions
     model.family=gpt  train.seq_len=4096 -> train.seq_len=4096 | 2048
 rule_experts
     parallelism.ep=2 -> parallelism.ep=2 shares out experts and model.num_experts=0 | model=mixtral_8x7b
-    cluster.gpus_per_node=4  model.num_experts=2  parallelism.ep=4 -> ep=4 is more than | use at most 2
+    cluster.gpus_per_node=4  model.num_experts=2  parallelism.ep=4 -> ep=4 is more than | use 1 or 2
+    cluster.gpus_per_node=8  model.num_experts=7  parallelism.ep=8 -> ep=8 is more than | use 1, 2 or 4
+    cluster.launcher=slurm  model.num_experts=2  parallelism.ep=4 -> ep=4 is more than | use at most 2
     model.num_experts=4  model.num_experts_per_tok=5 -> per_tok=5 is more than | use at most 4
     model.num_experts=4  model.first_k_dense_replace=4 -> first_k_dense_replace=4 leaves no mixture
     model.num_experts=4  model.block=mine -> model.num_experts=4 with model.block=mine | own feed-forward
@@ -208,6 +210,7 @@ rule_layout
     parallelism.zero=1  parallelism.shard_degree=4 -> shard_degree=4 does not divide dp=2; use 1 or 2
     parallelism={zero: 1, shard_degree: 4, cp: 2} -> does not divide dp·cp = 1·2; use 1 or 2
     parallelism={zero: 1, shard_degree: 1, ep: 2}  model.num_experts=4 -> =1 is not a multiple of | use 2
+    cluster.gpus_per_node=32  model.num_experts=8  parallelism.ep=3 -> not divide dp=32; use 1, 2, 4 or 8
 rule_sharding
     parallelism.shard_degree=2 -> needs parallelism.zero=1, 2 or 3
     parallelism={zero: 1, shard_degree: 1, ep: 2}  cluster.launcher=slurm -> =1 is not a multiple of | use 2

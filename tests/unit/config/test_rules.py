@@ -40,6 +40,25 @@ def test_a_broken_rule_says_what_was_found_and_what_to_do(
     assert not any("\n" in sentence for sentence in broken(changes, PLAN))
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"parallelism.ep": 3, "model.num_experts": 6},
+        {"parallelism.ep": 16, "model.num_experts": 6},
+        {"parallelism.ep": 3, "model.num_experts": 32, "parallelism.zero": 1, "parallelism.shard_degree": 4},
+        {"parallelism.ep": 3},
+    ],
+)
+def test_the_expert_degrees_that_an_error_offers_are_accepted(changes: Change) -> None:
+    changes = {"cluster.gpus_per_node": 16, "train.micro_batch_size": 1, **changes}
+    problems = [problem for problem in broken(changes, PLAN) if problem.startswith("parallelism.ep=")]
+    offered = [int(degree) for degree in re.findall(r"\d+", problems[0].split("use ")[-1])]
+    is_accepted = {
+        ep: not broken({**changes, "parallelism.ep": ep}, PLAN) for ep in range(1, 17) if 16 % ep == 0
+    }
+    assert offered == [ep for ep, accepted in is_accepted.items() if accepted]
+
+
 def test_every_rule_is_broken_by_some_case() -> None:
     tested = {rule for rule, _, _ in CASES} | ELSEWHERE
     assert tested == {rule.__name__ for rule in RULES}

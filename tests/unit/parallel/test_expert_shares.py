@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import random
+from collections import Counter
 
 import pytest
 
+from orchestra.parallel.experts import move_experts
 from orchestra.parallel.experts.expert_shares import LEAST_GAIN, ExpertShares
-from orchestra.parallel.experts.move_experts import moved_experts, moved_pieces
+from orchestra.parallel.experts.move_experts import Holder, rounds_of_pieces
 from orchestra.parallel.zero.buffers import lay_out
 
 
@@ -51,26 +52,50 @@ def test_hot_experts_of_one_rank_are_parted_and_even_ones_stay() -> None:
     assert shares.evened([100, 1, 1, 1, 1, 1, 1, 1]) is shares
 
 
+@pytest.mark.parametrize("most", [move_experts.ROUND_ELEMENTS, 60, 1])
 @pytest.mark.parametrize("num_ranges", [1, 2, 5])
 @pytest.mark.parametrize("seed", range(10))
-def test_pieces_are_each_element_of_what_moves_once(seed: int, num_ranges: int) -> None:
-    old, tokens = uneven(seed)
+def test_rounds_of_pieces_bring_each_element_of_what_moves_to_its_place(
+    seed: int, num_ranges: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(move_experts, "ROUND_ELEMENTS", most)
+    old, _ = uneven(seed)
     new = ExpertShares(old.num_experts, old.num_ranks)
     length = 23
     layout = lay_out([("first", 70), ("experts", old.padded * length), ("last", 50)], num_ranges)
     member = layout.members[1]
-    came: dict[tuple[int, int], tuple[int, int]] = {}
-    for piece in moved_pieces(layout, member, old, new):
-        for holder, begin in ((piece.source, piece.begin), (piece.target, piece.end)):
-            start, stop = layout.part_of(member, holder.range)
-            assert start <= begin < begin + piece.size <= stop
-        for at in range(piece.size):
-            to = piece.target.share, piece.end + at
-            assert to not in came
-            came[to] = piece.source.share, piece.begin + at
-    expected = {}
-    for expert, element in itertools.product(moved_experts(old, new), range(length)):
-        (source, before), (target, after) = (divmod(it.places[expert], it.padded) for it in (old, new))
-        expected[target, after * length + element] = source, before * length + element
-    assert came == expected
-    assert tokens
+
+    def filled(shares: ExpertShares) -> dict[tuple[int, int], tuple[int, int]]:
+        """Return which element of which expert lies where: by share and element of its parameter."""
+        return {
+            (place // old.padded, place % old.padded * length + element): (expert, element)
+            for expert, place in enumerate(shares.places)
+            for element in range(length)
+        }
+
+    has = filled(old)
+    for pieces in rounds_of_pieces(layout, member, old, new):
+        sent, received = Counter[Holder](), Counter[Holder]()
+        arriving = {}
+        for piece in pieces:
+            sent[piece.source] += piece.size
+            received[piece.target] += piece.size
+            for holder, begin in ((piece.source, piece.begin), (piece.target, piece.end)):
+                start, stop = layout.part_of(member, holder.range)
+                assert start <= begin < begin + piece.size <= stop
+            for at in range(piece.size):
+                to = piece.target.share, piece.end + at
+                assert to not in arriving
+                arriving[to] = has[piece.source.share, piece.begin + at]
+        has.update(arriving)
+        # One element of each expert at least.
+        assert max([*sent.values(), *received.values()]) <= max(most, old.padded)
+    assert has == filled(new)
+
+
+def test_what_stays_is_in_no_round() -> None:
+    shares = ExpertShares(4, 2)
+    layout = lay_out([("experts", 4)], 1)
+    assert list(rounds_of_pieces(layout, layout.members[0], shares, shares)) == []
+    (pieces,) = rounds_of_pieces(layout, layout.members[0], shares, ExpertShares(4, 2, (2, 1, 0, 3)))
+    assert [(piece.begin, piece.end, piece.size) for piece in pieces] == [(0, 0, 2), (0, 0, 2)]

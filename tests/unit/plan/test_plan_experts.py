@@ -202,6 +202,13 @@ def test_rounding_takes_back_more_of_what_fp8_saves_from_narrow_experts_and_all_
     assert taken_back(is_compiled=False, **narrow) > 2
 
 
+def test_weights_of_experts_are_read_in_the_bytes_that_they_have() -> None:
+    """Of a few tokens their products take as long as weights are read: twice, and gradients written once."""
+    few = {"seq_len": 8, "grad_accum": 1, "zero": 1}
+    seconds = {name: layer_time(mixture(precision=name, **few)).products for name in ("bf16", "fp8")}
+    assert seconds["fp8"] / seconds["bf16"] == pytest.approx((1 + 1 + 2) / (2 + 2 + 2), rel=0.03)
+
+
 def test_fp8_gains_nothing_where_the_host_cannot_launch_faster() -> None:
     narrow = {"moe_intermediate_size": 768, "intermediate_size": 768}
     for name in ("bf16", "fp8"):

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 from plan_cases import case
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.planner.gpu_rows import FP8, ROWS, GpuRow
 from benchmarks.planner.gpu_rows import case as gpu_case
 from conf.schema import Offload, PrecisionName, Scaling
 from orchestra.plan.compute import layer_time
 from orchestra.plan.devices import EFA_H100, INFINIBAND_400, CollectiveGroup
+from orchestra.plan.kernels.memory_passes import _bytes_each
 from orchestra.plan.predict import predict, step_time
+from orchestra.precision.fp8 import FORWARD, attach_rounded, round_weight_, rounded, turned
 
 
 def speed(**changes: object) -> float:
@@ -175,6 +182,59 @@ def test_what_rounds_less_is_faster_and_the_output_product_is_in_16_bits_unless_
     # The product itself takes half the time; gradients as large as the logits are rounded for it.
     product = 6 * 4096 * 8192 * 128256 * 4 / (own.device.product_flops / 2)
     assert 0 < step_s() - step_s(fp8_output=True) < 0.5 * product
+
+
+class Moved(TorchDispatchMode):
+    """Counts the bytes that torch's operators read and write, each of them by itself; views move none."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        is_copy = func is torch.ops.aten.copy_.default
+        # What is copied into is written alone.
+        read = args[1:] if is_copy else args
+        if not func.is_view and func is not torch.ops.aten.empty.memory_format:
+            self.num_bytes += sum(each.nbytes for each in (*read, out) if isinstance(each, Tensor))
+        return out
+
+
+@pytest.mark.parametrize("scaling", Scaling)
+def test_eager_rounding_moves_what_the_operators_of_the_trainer_do(scaling: Scaling) -> None:
+    matrix = torch.ones(256, 256, dtype=torch.bfloat16)
+    weight = nn.Parameter(matrix.clone(), requires_grad=False)
+    attach_rounded(weight, scaling)
+
+    def by_rows_and_columns() -> None:
+        found = rounded(matrix, FORWARD, scaling)
+        if scaling is Scaling.tensor:
+            turned(found)
+        else:
+            rounded(matrix.t().contiguous(), FORWARD, scaling)
+
+    def at_both_uses() -> None:
+        rounded(matrix, FORWARD, scaling)
+        rounded(matrix.t().contiguous(), FORWARD, scaling)
+
+    def bytes_of(rounding: Callable[[], None]) -> float:
+        with Moved() as moved:
+            rounding()
+        return moved.num_bytes / matrix.numel()
+
+    own = gpu_case(next(row for row in ROWS if row.overrides == FP8))
+    passes = replace(own.framework.passes, keeps_fp8_weights=True)
+    own = replace(own, accumulation=1, framework=replace(own.framework, passes=passes))
+    own = replace(own, options=replace(own.options, is_compiled=False, fp8_scaling=scaling))
+    kept = _bytes_each(own)
+    assert kept == pytest.approx(
+        (bytes_of(by_rows_and_columns), bytes_of(lambda: round_weight_(weight, scaling))), rel=0.02
+    )
+    if scaling is Scaling.row:
+        _, used = _bytes_each(replace(own, zero=3, num_shards=2))
+        assert used == pytest.approx(bytes_of(at_both_uses), rel=0.02)
+    # Compiled it is a fraction of that.
+    compiled = _bytes_each(replace(own, options=replace(own.options, is_compiled=True)))
+    assert all(3 < eager / few <= 7 for eager, few in zip(kept, compiled, strict=True))
 
 
 def test_layers_in_fp8_are_gathered_in_one_byte_an_element_but_not_by_row_nor_from_the_host() -> None:

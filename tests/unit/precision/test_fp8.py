@@ -4,6 +4,7 @@ on CPU stand in for those of a GPU.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -23,6 +24,7 @@ from conf.schema import (
     TrainConfig,
 )
 from orchestra.errors import TrainingError
+from orchestra.model.weight_gradients import LaterGradients, WeightGradient, attach
 from orchestra.parallel.blocks import refuse_missing_hardware
 from orchestra.parallel.mesh import make_mesh
 from orchestra.precision.fp8 import (
@@ -128,6 +130,45 @@ def test_several_products_of_one_input_add_up_its_gradients() -> None:
     (together,) = torch.autograd.grad(sum(out.float().sum() for out in outs), x)  # type: ignore[arg-type]
     (summed,) = torch.autograd.grad(sum(out.float().sum() for out in apart), x)  # type: ignore[arg-type]
     torch.testing.assert_close(together, summed, rtol=0.02, atol=0.02)
+
+
+def num_called(name: str, work: Callable[[], None]) -> int:
+    """Return how often an operator is called, by compiled code too."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as traced:
+        work()
+    return sum(event.name == name for event in traced.events() or [])
+
+
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("scaling", Scaling)
+def test_gradients_of_weights_are_made_when_they_are_taken(scaling: Scaling, is_compiled: bool) -> None:
+    """A schedule may take them later: what is multiplied before are the gradients of inputs."""
+    linears = [nn.Linear(INPUTS, OUTPUTS, bias=False, dtype=torch.bfloat16) for _ in range(2)]
+    memory = [torch.zeros(OUTPUTS, INPUTS, dtype=torch.bfloat16) for _ in linears]
+    later = LaterGradients()
+    takers = [WeightGradient(lambda into=into: (into, False), lambda: None, later) for into in memory]
+    for linear, taker in zip(linears, takers, strict=True):
+        attach(linear.weight, taker)
+    products = Fp8Products(scaling)
+    multiply = torch.compile(products, backend="aot_eager") if is_compiled else products
+
+    def num_in_backward() -> int:
+        outs = multiply(numbers(1, TOKENS, INPUTS).requires_grad_(), *linears)
+        grads = [numbers(seed, TOKENS, OUTPUTS) for seed in (4, 5)]
+        return num_called("aten::_scaled_mm", lambda: torch.autograd.backward(outs, grads))
+
+    num_in_backward()  # what is compiled calls it too
+    assert num_in_backward() == 4
+    at_once = [into.clone() for into in memory]
+    for into in memory:
+        into.zero_()
+    later.is_open = True
+    assert num_in_backward() == 2
+    assert not any(into.any() for into in memory)
+    assert num_called("aten::_scaled_mm", lambda: [take() for take in later.kept()]) == 2
+    for into, expected in zip(memory, at_once, strict=True):
+        assert into.any()
+        assert torch.equal(into, expected)
 
 
 # As small as the claims allow: losses fall by 7 %, and those of fp8 stay within 0.02 % of bf16.

@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from test_fp8 import num_called
 from torch import Tensor
 from torch._dynamo.utils import counters
 
 from conf.schema import Scaling
+from orchestra.model.weight_gradients import LaterGradients, WeightGradient, attach
 from orchestra.precision import fp8_experts
 from orchestra.precision.fp8 import FORWARD, Rounded, attach_rounded, attached, round_weight_, rounded
 from orchestra.precision.fp8_experts import Fp8GroupedProducts
@@ -79,6 +81,38 @@ def found_of(products: Fp8GroupedProducts, *, is_kept: bool = False, device: str
         # What is nobody's means nothing.
         made.detach()[sum(COUNTS) :] = 0
     return [made.detach().cpu() for made in found]
+
+
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+def test_gradients_of_weights_are_made_when_they_are_taken(is_compiled: bool) -> None:
+    """A schedule may take them later: what is multiplied before are the gradients of rows."""
+    rows, weights, grads = factors()
+    memory = [torch.zeros(weight.shape, dtype=torch.bfloat16) for weight in weights]
+    later = LaterGradients()
+    takers = [WeightGradient(lambda into=into: (into, False), lambda: None, later) for into in memory]
+    for weight, taker in zip(weights, takers, strict=True):
+        attach(weight, taker)
+    products = Fp8GroupedProducts(has_kernel=False)
+    multiply = torch.compile(products, backend="aot_eager") if is_compiled else products
+
+    def num_in_backward() -> int:
+        outs = multiply(rows, torch.tensor(COUNTS), *weights)
+        name = "orchestra::grouped_fp8_products"
+        return num_called(name, lambda: torch.autograd.backward(outs, grads))
+
+    num_in_backward()  # what is compiled calls it too
+    assert num_in_backward() == 4
+    at_once = [into.clone() for into in memory]
+    for into in memory:
+        into.zero_()
+    later.is_open = True
+    assert num_in_backward() == 2
+    assert not any(into.any() for into in memory)
+    for take in later.kept():
+        take()
+    for into, expected in zip(memory, at_once, strict=True):
+        assert into.any()
+        assert torch.equal(into, expected)
 
 
 def assert_near(made: Tensor, exact: Tensor) -> None:
