@@ -44,7 +44,7 @@ it), and stand in wherever cluster.network.* says nothing.
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.usage = "orchestra bench network [overrides] [--dry-run] [--json] [--config-dir DIR]"
+    parser.usage = "orchestra bench network [overrides] [--dry-run] [--json]\n  [--config-dir DIR]"
     parser.add_argument(
         "overrides", nargs="*", default=[], metavar="overrides", help="KEY=VALUE or GROUP=NAME"
     )

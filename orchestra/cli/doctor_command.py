@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from orchestra.cli.hydra_options import add_config_dir, with_home
 from orchestra.cli.text.figures import WIDTH, number_of
 from orchestra.cli.text.figures import wrapped as wrapped_to
 from orchestra.doctor import hardware_checks, host_checks, slurm_checks
@@ -48,7 +47,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--nodes", type=int, metavar="N", help="run a probe on so many nodes of the cluster")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
-    add_config_dir(parser)
+    # Nothing of the configuration is imported before the checks: it may be what is broken here.
+    parser.add_argument("--config-dir", "-cd", action="append", metavar="DIR", help="a folder with presets")
     parser.epilog = _EXPLAINED
 
 
@@ -56,7 +56,7 @@ def run(arguments: Namespace) -> int:
     """Check everything, print it, and return 0 when nothing failed."""
     if arguments.nodes is not None and arguments.nodes < 1:
         raise ConfigError(f"--nodes={arguments.nodes}: expected 1 or more")
-    subject, findings = _subject(with_home(arguments), needs_slurm=arguments.nodes is not None)
+    subject, findings = _subject(arguments, needs_slurm=arguments.nodes is not None)
     if not arguments.json:
         for finding in findings:
             _print(finding)
@@ -84,12 +84,15 @@ def _checks(num_nodes: int | None) -> list[Check]:
     return [*checks, check_nodes(num_nodes)]
 
 
-def _subject(overrides: Sequence[str], *, needs_slurm: bool) -> tuple[Subject, list[Finding]]:
+def _subject(arguments: Namespace, *, needs_slurm: bool) -> tuple[Subject, list[Finding]]:
     """Return what the configuration says; where it cannot be loaded its defaults, and a finding why.
 
     Raises ConfigError for overrides that are wrong.
     """
     try:
+        from orchestra.cli.hydra_options import with_home
+
+        overrides = with_home(arguments)
         is_chosen = any(override.startswith(_CHOOSING) for override in overrides)
         asked_for = needs_slurm or is_chosen
         if not is_chosen and (needs_slurm or shutil.which("sbatch") is not None):
