@@ -20,7 +20,7 @@ from orchestra.agents.attempt import config_of, ending_of, is_to_be_resized, mar
 from orchestra.agents.attempt_record import AttemptRecord, write_started
 from orchestra.agents.context import END, REFUSE, SCHEDULER_S, START, AgentContext, attempt_number, host_of
 from orchestra.agents.growth.resize import living
-from orchestra.agents.node_check.after_hang import CUT_OFF, RingAnswers, cut_off
+from orchestra.agents.node_check.after_hang import RingAnswers, cut_off, word_of
 from orchestra.agents.node_copies import MEMORY, memory_of
 from orchestra.agents.wait_for_nodes import Preflight, WaitForNodes, called_off, start_failed
 from orchestra.errors import (
@@ -85,10 +85,11 @@ class Leader:
 
     def _steps_down(self, order: Order) -> bool:
         """Let another agent conclude the attempt, and lead, where no other node reaches this one."""
-        if self._context.node not in cut_off(self._context, order):
+        alone = cut_off(self._context, order)
+        if self._context.node not in alone:
             return False
         try:
-            self._group.step_down({CUT_OFF: order.number})
+            self._group.step_down(word_of(order, alone))
         except OSError:
             return False
         self._context.say("no other node reaches this one: it takes no further part")
@@ -112,7 +113,12 @@ class Leader:
         if is_warned:
             self._order_end(0, *called_off(context))
             return
+        # One that came and died meanwhile has no part in it.
+        silent = self._group.silent(members)
+        members = {node: member for node, member in members.items() if node not in silent}
         nodes = self._preflight.first_nodes(members)
+        if nodes is None and silent:
+            return
         if nodes is None:
             outcome = self._preflight.go_elsewhere(members)
             if outcome is None:

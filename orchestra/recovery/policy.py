@@ -280,8 +280,10 @@ def same_host_twice(case: RecoveryCase) -> Decision | None:
         f"{_listed(hosts)} failed in attempts {before.attempt} and {now.attempt}: {before.cause}, {now.cause}"
     )
     placed = _placed(case, (*hosts, *_gone(case)))
-    # With nowhere else to go it is an ordinary failure.
-    if placed is None:
+    left_out = {host for incident in case.series[:-1] for host in incident.excluded}
+    # With nowhere else to go it is an ordinary failure; so it is where a job was given such a host again, for
+    # want of others.
+    if placed is None or (placed.action is Action.requeue and left_out.issuperset(hosts)):
         return None
     listed = () if now.rehearsed or before.rehearsed else hosts
     return replace(placed, reason=_joined(reason, placed.reason), listed=listed)

@@ -63,7 +63,9 @@ class Resize:
                 self._due = _last_change(events) + (config.recovery.resize_every_s or 0.0)
                 starts = (event for event in reversed(events) if event["event"] == "attempt_started")
                 start = next((event for event in starts if event["attempt"] == record.number), None)
-                self._held = HeldNodes(record.events, living(context, order), start)
+                # A node that is silent for the moment came before all the same.
+                there = {**context.group.members(), **living(context, order)}
+                self._held = HeldNodes(record.events, there, start)
 
     def look(self) -> None:
         """Do what is due. Called about ten times a second."""

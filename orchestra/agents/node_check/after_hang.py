@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from launchers.node_group import GroupMember, Order
 from orchestra.agents import choose_nodes
 from orchestra.agents.context import START, AgentContext
 from orchestra.run.events import read_events
 
-# What an agent that steps down says of itself: the number of the order after which it did.
+# What an agent that steps down says: the order after which it did, and all nodes that it found cut off.
 CUT_OFF = "cut_off"
 # Several times what a neighbour is waited for that does not answer.
 _TIMEOUT_S = 15.0
@@ -71,13 +72,10 @@ def cut_off(context: AgentContext, order: Order) -> list[int]:
     """
     if not _hung(context, order):
         return []
-    stepped_down = [
-        node
-        for node, member in context.group.members().items()
-        if member.facts.get(CUT_OFF) == order.number and node in order.nodes
-    ]
-    if stepped_down:
-        return stepped_down
+    found = [member.facts.get(CUT_OFF) for member in context.group.members().values()]
+    said = [each["nodes"] for each in found if isinstance(each, dict) and each.get("order") == order.number]
+    if said:
+        return sorted({node for nodes in said for node in nodes if node in order.nodes})
     members = _living(context)
     alone = [
         node for node in without_links(members, order.number, context.group.num_nodes) if node in order.nodes
@@ -91,6 +89,11 @@ def cut_off(context: AgentContext, order: Order) -> list[int]:
     config = choose_nodes.of_next_attempt(context.config, context.run)
     is_enough = len(left) >= config.cluster.nodes or choose_nodes.shrunk(left, config) is not None
     return alone if is_enough or context.scheduler.can_requeue else []
+
+
+def word_of(order: Order, alone: Sequence[int]) -> dict[str, Any]:
+    """Return what an agent says of itself that steps down after an order, `alone` the nodes cut off."""
+    return {CUT_OFF: {"order": order.number, "nodes": list(alone)}}
 
 
 def without_links(members: Mapping[int, GroupMember], number: int, num_nodes: int) -> list[int]:

@@ -161,6 +161,15 @@ def test_a_host_is_left_out_after_two_failures_in_a_row_only() -> None:
     assert (decision.action, decision.exclude, decision.charged) == (Action.restart, (), True)
 
 
+def test_a_host_that_a_job_was_given_again_for_want_of_others_is_an_ordinary_failure() -> None:
+    out = replace(BAD, step=90, excluded=("node2",))
+    assert after(BAD, BAD).action is Action.requeue
+    decision = after(BAD, out, replace(BAD, step=120))
+    assert (decision.action, decision.exclude, decision.charged) == (Action.restart, (), True)
+    # Where another is there it is left out again.
+    assert after(BAD, out, BAD, resources=replace(FOUR, spares=("node5",))).exclude == ("node2",)
+
+
 def test_a_rehearsed_failure_puts_no_host_on_the_clusters_list() -> None:
     decision = after(replace(BAD, rehearsed=True), BAD)
     assert (decision.exclude, decision.listed) == (("node2",), ())
