@@ -111,19 +111,31 @@ class Parser(argparse.ArgumentParser):
         """Return what an option that does not exist may have meant: one of this verb, or a key."""
         import difflib
 
-        from orchestra.config.keys import find_key, nearest_keys
-        from orchestra.config.other_tools import key_of
-
         option, _, value = word.partition("=")
-        near = difflib.get_close_matches(option, self._option_string_actions, n=1, cutoff=0.75)
-        if not option.startswith("--") or near:
-            return f"did you mean {near[0]}?" if near else None
-        if not any(action.dest == "overrides" for action in self._actions):
-            return None
-        name = option[2:].replace("-", "_")
-        same = (key for key in nearest_keys(name) if key.rpartition(".")[2] == name.rpartition(".")[2])
-        key = name if find_key(name) is not None else key_of(name) or next(same, None)
-        return key and (f"write {key}" if "=" in key else f"write {key}={value or 'VALUE'}")
+        takes_keys = any(action.dest == "overrides" for action in self._actions)
+        if option.startswith("--") and takes_keys and (key := _key_meant(option[2:], value)) is not None:
+            return key
+        shown = [
+            name
+            for action in self._actions
+            for name in action.option_strings
+            if action.help != argparse.SUPPRESS
+        ]
+        near = difflib.get_close_matches(option, shown, n=1, cutoff=0.75)
+        return f"did you mean {near[0]}?" if near else None
+
+
+def _key_meant(option: str, value: str) -> str | None:
+    """Return what to write for an option that is a key here, or in another tool; None where it is none."""
+    from orchestra.config.keys import find_key, nearest_keys
+    from orchestra.config.other_tools import key_of, says_the_same
+
+    name = option.replace("-", "_")
+    same = (key for key in nearest_keys(name) if key.rpartition(".")[2] == name.rpartition(".")[2])
+    key = name if find_key(name) is not None else key_of(name) or next(same, None)
+    if key is None or "=" in key:
+        return key and f"write {key}"
+    return f"write {key}={value if value and says_the_same(name) else 'VALUE'}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

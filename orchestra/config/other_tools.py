@@ -69,6 +69,15 @@ WORDS = {
     "wandb.project": "wandb_project project_name",
 }
 
+# Of these the key here has another unit, or other values.
+_OTHERWISE = (
+    "train_samples num_train_epochs max_epochs epochs adam_beta1 adam_beta2 beta1 beta2 "
+    "gradient_accumulation_steps accumulate_grad_batches batch_accumulation_per_replica "
+    "sharding_strategy use_distributed_optimizer fsdp gradient_checkpointing activation_checkpointing "
+    "activation_checkpoint recompute_activations recompute_granularity selective_ac_option lr_scheduler "
+    "lr_scheduler_type lr_decay_style scheduler decay_type gres walltime time timeout_min"
+)
+
 
 @cache
 def _keys() -> dict[str, str]:
@@ -78,3 +87,8 @@ def _keys() -> dict[str, str]:
 def key_of(name: str) -> str | None:
     """Return the key, group or preset that says here what `name` says elsewhere; None where none is known."""
     return _keys().get(name.rpartition(".")[2].replace("-", "_").lower())
+
+
+def says_the_same(name: str) -> bool:
+    """Tell whether what is typed for `name` elsewhere would be typed for its key here."""
+    return name.rpartition(".")[2].replace("-", "_").lower() not in _OTHERWISE.split()

@@ -415,7 +415,8 @@ def rule_array_throttle(config: Config, _: Situation) -> Iterator[str]:
     elif throttle is not None and config.cluster.launcher is LauncherName.local:
         yield (
             f"cluster.array_throttle={throttle} is for sweeps on Slurm (`orchestra submit -m`); here "
-            f"cluster.members_at_once={throttle} says how many members train at a time (1 by default)"
+            f"cluster.members_at_once={throttle} says how many members train at a time (1 by default); "
+            "leave it out, or set cluster.array_throttle=null where a run has it"
         )
 
 

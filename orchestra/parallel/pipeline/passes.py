@@ -117,8 +117,10 @@ class Pipeline:
                 self._forward(place, tokens_ABS[action.micro_batch])
             elif action.kind is Pass.weight_gradient:
                 with marked(Part.backward), torch.no_grad():
-                    for take in self._later.pop(place):
-                        take()
+                    # Each lets go of what it waited with as soon as it is done.
+                    takes = self._later.pop(place)[::-1]
+                    while takes:
+                        takes.pop()()
             else:
                 is_split = action.kind is Pass.input_gradient
                 tokens_BS = tokens_ABS[action.micro_batch]

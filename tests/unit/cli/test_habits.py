@@ -75,6 +75,8 @@ run tensor_model_parallel_size=2 -> 2 did you mean parallelism.tp?
 run training.local_batch_size=4 -> 2 did you mean train.micro_batch_size?
 run trainer.bf16=true -> 2 did you mean precision=bf16?
 run --nproc_per_node=2 -> 2 write cluster.gpus_per_node=2; see
+run --cp=2 -> 2 write parallelism.cp=2; see
+run --gradient_accumulation_steps=8 -> 2 write train.micro_batch_size=VALUE; see
 submit --nodes 4 -> 2 write cluster.nodes=VALUE; see
 run --train.steps=3 -> 2 write train.steps=3; see
 run --dryrun -> 2 did you mean --dry-run?
