@@ -4,7 +4,6 @@ on CPU stand in for those of a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -42,6 +41,7 @@ from orchestra.precision.fp8 import (
 from orchestra.precision.rounded_weights import RoundedWeights
 from orchestra.sizes.topology import Layout
 from orchestra.train.build import Training, build_training
+from tests.support.called_operators import num_called
 from tests.support.torch_features import EACH_SCALING, NEEDS_ROW_PRODUCTS
 
 TOKENS, INPUTS, OUTPUTS = 32, 48, 64
@@ -130,13 +130,6 @@ def test_several_products_of_one_input_add_up_its_gradients() -> None:
     (together,) = torch.autograd.grad(sum(out.float().sum() for out in outs), x)  # type: ignore[arg-type]
     (summed,) = torch.autograd.grad(sum(out.float().sum() for out in apart), x)  # type: ignore[arg-type]
     torch.testing.assert_close(together, summed, rtol=0.02, atol=0.02)
-
-
-def num_called(name: str, work: Callable[[], None]) -> int:
-    """Return how often an operator is called, by compiled code too."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as traced:
-        work()
-    return sum(event.name == name for event in traced.events() or [])
 
 
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from test_fp8 import num_called
 from torch import Tensor
 from torch._dynamo.utils import counters
 
@@ -18,6 +17,7 @@ from orchestra.model.weight_gradients import LaterGradients, WeightGradient, att
 from orchestra.precision import fp8_experts
 from orchestra.precision.fp8 import FORWARD, Rounded, attach_rounded, attached, round_weight_, rounded
 from orchestra.precision.fp8_experts import Fp8GroupedProducts
+from tests.support.called_operators import num_called
 from tests.support.torch_features import NEEDS_ROW_PRODUCTS
 
 INPUTS, OUTPUTS = 32, 48

@@ -1,0 +1,14 @@
+"""Counts calls of torch's operators, those of compiled code too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+
+def num_called(name: str, work: Callable[[], None]) -> int:
+    """Return how often `work` calls the operator `name`, such as `aten::mm`."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as traced:
+        work()
+    return sum(event.name == name for event in traced.events() or [])
