@@ -5,8 +5,8 @@ Each agent makes a `NodeGroup`. They communicate by files in a folder that all n
 member-003.json        who the agent of node 3 is: host, address, what it offers
 beat-003               a counter that moves while that agent lives; clocks are never compared
                        (whose stands still for too long: launchers/silence.py)
-lost-003.json          that counter as it stood when node 3 was found silent, or stepped down: who comes
-                       later need not wait as long again
+lost-003.json          that counter as it stood when node 3 was found silent: who comes later need not wait
+                       as long again
 orders/0002.json       what all are to do next, numbered without gaps; taken by link(2), so that there is one
 orders/0002.broken     left by the first agent that saw that order broken
 end-0002-003.json      how node 3's part of order 2 ended
@@ -48,8 +48,10 @@ _BEATS_READ_PER_S = 500
 # tool that reads a rank's stacks may take for each rank of a node.
 _STALL_TIMEOUTS = 12
 _LEAST_STALL_S = 120.0
-# In the file of a lost node that said so itself.
-_STEPPED_DOWN = "stepped_down"
+# In the place of the counter, and as long: the beat of an agent that stepped down. And how long it waits for
+# its own thread that beats, which storage may hold.
+_LAST_BEAT = "stepdown"
+_LAST_BEAT_S = 5.0
 # What storage that fails over may take beyond that: the ranks may train on meanwhile.
 _STORAGE_S = 900.0
 
@@ -145,7 +147,7 @@ class NodeGroup:
         who = (secrets.token_hex(6), os.getpid(), dict(facts), port)
         self.member = GroupMember(self.node, host, address, *who)
         try:
-            self._beat(0)
+            self._beat(_counted(0))
             self._write(self._member_file(self.node), dataclasses.asdict(self.member))
         except OSError as error:
             raise LauncherError(f"cannot write into {self.folder}: {error.strerror}") from error
@@ -198,24 +200,25 @@ class NodeGroup:
         self._watch.close()
         if self._deaf is not None:
             self._deaf.close()
+        if self._has_stepped_down:
+            return
         for file in (self._member_file(self.node), self._beat_file(self.node)):
-            if not self._has_stepped_down:
-                with contextlib.suppress(OSError):
-                    file.unlink()
+            with contextlib.suppress(OSError):
+                file.unlink()
 
     def step_down(self, facts: Mapping[str, Any]) -> None:
-        """Let the others go on at once as if this node were lost: its beat stands still for good. Its name
-        stays on the list, with `facts`, the last that it says of itself. Raises OSError, and is a member
-        still.
+        """Let the others go on at once as if this node were lost: its last beat says so. Its name stays on
+        the list, with `facts`, the last that it says of itself. Raises OSError, and is a member still.
         """
+        assert self._beats is not None
         self.tell(facts)
         self._has_stepped_down = True
         self._is_over.set()
-        if self._beats is not None:
-            self._beats.join()
-        with contextlib.suppress(OSError):
-            beat = self._beat_file(self.node).read_bytes()
-            self._write(self._lost_file(self.node), {"beat": beat.decode(), _STEPPED_DOWN: True})
+        self._beats.join(_LAST_BEAT_S)
+        # Where that thread may still write, and where nothing can be written, it is silent after a while.
+        if not self._beats.is_alive():
+            with contextlib.suppress(OSError):
+                self._beat(_LAST_BEAT)
 
     def _keep_beating(self) -> None:
         count = 0
@@ -230,16 +233,16 @@ class NodeGroup:
             count += 1
             # A file system that fails now may answer the next time; if not, the others go on without us.
             with contextlib.suppress(OSError):
-                self._beat(count)
+                self._beat(_counted(count))
                 self._own_beats = count
 
-    def _beat(self, count: int) -> None:
+    def _beat(self, word: str) -> None:
         assert self.member is not None
         # Opened and closed each time: that is what makes NFS send it, and show it to whoever opens it.
         # Written over what was there, which is as long: whoever reads meanwhile finds no empty file.
         file = os.open(self._beat_file(self.node), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            os.write(file, f"{self.member.incarnation} {count:08d}\n".encode())
+            os.write(file, f"{self.member.incarnation} {word}\n".encode())
         finally:
             os.close(file)
 
@@ -302,19 +305,15 @@ class NodeGroup:
         return self._watch.is_silent(node, self._own_beats)
 
     def _is_known_lost(self, node: int, value: bytes) -> bool:
-        """Tell whether a node stepped down where its beat stands, or is looked at for the first time and was
-        found silent there before.
+        """Tell whether nobody need wait for this beat to move: the node stepped down, or is looked at for the
+        first time and was found silent at that beat before.
         """
-        last = self._watch.last_of(node)
-        if last not in (None, value):
+        if value.split()[-1:] == [_LAST_BEAT.encode()]:
+            return True
+        if self._watch.last_of(node) is not None:
             return False
-        record = self._word_of_loss(node, value)
-        return record is not None and (last is None or bool(record.get(_STEPPED_DOWN)))
-
-    def _word_of_loss(self, node: int, value: bytes) -> dict[str, Any] | None:
-        """Return what lies here of a node that is lost where its beat is `value`; None where nothing does."""
         record = _read(self._lost_file(node))
-        return record if record is not None and record.get("beat") == value.decode(errors="replace") else None
+        return record is not None and record.get("beat") == value.decode(errors="replace")
 
     def _tell_of_silent(self, nodes: Iterable[int]) -> None:
         """Let agents that come later know of silent nodes."""
@@ -322,10 +321,9 @@ class NodeGroup:
             value = self._watch.last_of(node)
             if value is not None and self._told.get(node) != value:
                 self._told[node] = value
-                if self._word_of_loss(node, value) is None:
-                    # Who is not told waits longer.
-                    with contextlib.suppress(OSError):
-                        self._write(self._lost_file(node), {"beat": value.decode(errors="replace")})
+                # Who is not told waits longer.
+                with contextlib.suppress(OSError):
+                    self._write(self._lost_file(node), {"beat": value.decode(errors="replace")})
 
     # What comes next.
 
@@ -408,6 +406,10 @@ class NodeGroup:
             draft.replace(place)
         finally:
             draft.unlink(missing_ok=True)
+
+
+def _counted(count: int) -> str:
+    return f"{count:08d}"
 
 
 def _write_durably(place: Path, record: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ one died. What follows a failure is decided by `orchestra.recovery.policy`, on w
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -75,19 +76,16 @@ class Leader:
             self._publish_when_due(*self._next)
         elif order is None:
             self._begin()
-        elif self._is_concluded_here(order):
+        elif order.action == START and self._is_over(order) and self._answers.are_in(order):
+            alone = cut_off(self._context, order)
+            if self._context.node in alone and self._steps_down(order, alone):
+                return
             self._conclude(order)
 
-    def _is_concluded_here(self, order: Order) -> bool:
-        """Tell whether an attempt is over, all is known that is waited for, and this agent concludes it."""
-        is_over = order.action == START and self._is_over(order) and self._answers.are_in(order)
-        return is_over and not self._steps_down(order)
-
-    def _steps_down(self, order: Order) -> bool:
-        """Let another agent conclude the attempt, and lead, where no other node reaches this one."""
-        alone = cut_off(self._context, order)
-        if self._context.node not in alone:
-            return False
+    def _steps_down(self, order: Order, alone: Sequence[int]) -> bool:
+        """Let another agent conclude the attempt, and lead: no other node reaches this one. False where that
+        cannot be written.
+        """
         try:
             self._group.step_down(word_of(order, alone))
         except OSError:
@@ -113,12 +111,11 @@ class Leader:
         if is_warned:
             self._order_end(0, *called_off(context))
             return
-        # One that came and died meanwhile has no part in it.
-        silent = self._group.silent(members)
-        members = {node: member for node, member in members.items() if node not in silent}
+        # One that came and died meanwhile is as unfit as one that says so itself.
+        for node in self._group.silent(members):
+            facts = {**members[node].facts, "unfit": "its agent fell silent before the first attempt"}
+            members[node] = dataclasses.replace(members[node], facts=facts)
         nodes = self._preflight.first_nodes(members)
-        if nodes is None and silent:
-            return
         if nodes is None:
             outcome = self._preflight.go_elsewhere(members)
             if outcome is None:

@@ -102,6 +102,10 @@ class Parser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
 
+    def format_help(self) -> str:
+        self.description, self.epilog = _paragraphs(self.description), _paragraphs(self.epilog)
+        return super().format_help()
+
     def error(self, message: str) -> NoReturn:
         unknown = message.partition("unrecognized arguments: ")[2].split()
         hints = filter(None, map(self._meant, unknown))
@@ -220,7 +224,6 @@ def _parser(verb: str) -> tuple[Parser, ModuleType]:
     module = importlib.import_module(module_of(verb))
     parser = Parser(f"orchestra {verb}", VERBS[verb][0].upper() + VERBS[verb][1:] + ".")
     module.add_arguments(parser)
-    parser.description, parser.epilog = _paragraphs(parser.description), _paragraphs(parser.epilog)
     return parser, module
 
 

@@ -74,8 +74,7 @@ _OTHERWISE = (
     "train_samples num_train_epochs max_epochs epochs adam_beta1 adam_beta2 beta1 beta2 "
     "gradient_accumulation_steps accumulate_grad_batches batch_accumulation_per_replica "
     "sharding_strategy use_distributed_optimizer fsdp gradient_checkpointing activation_checkpointing "
-    "activation_checkpoint recompute_activations recompute_granularity selective_ac_option lr_scheduler "
-    "lr_scheduler_type lr_decay_style scheduler decay_type gres walltime time timeout_min"
+    "activation_checkpoint recompute_activations selective_ac_option gres timeout_min"
 )
 
 
@@ -86,9 +85,13 @@ def _keys() -> dict[str, str]:
 
 def key_of(name: str) -> str | None:
     """Return the key, group or preset that says here what `name` says elsewhere; None where none is known."""
-    return _keys().get(name.rpartition(".")[2].replace("-", "_").lower())
+    return _keys().get(_word(name))
 
 
 def says_the_same(name: str) -> bool:
     """Tell whether what is typed for `name` elsewhere would be typed for its key here."""
-    return name.rpartition(".")[2].replace("-", "_").lower() not in _OTHERWISE.split()
+    return _word(name) not in _OTHERWISE.split()
+
+
+def _word(name: str) -> str:
+    return name.rpartition(".")[2].replace("-", "_").lower()

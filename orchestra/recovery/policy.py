@@ -280,7 +280,9 @@ def same_host_twice(case: RecoveryCase) -> Decision | None:
         f"{_listed(hosts)} failed in attempts {before.attempt} and {now.attempt}: {before.cause}, {now.cause}"
     )
     placed = _placed(case, (*hosts, *_gone(case)))
-    left_out = {host for incident in case.series[:-1] for host in incident.excluded}
+    # Not those that were merely gone: they are given again as soon as they answer.
+    before_now = (incident for incident in case.series[:-1] if incident.kind is not Kind.node_lost)
+    left_out = {host for incident in before_now for host in incident.excluded}
     # With nowhere else to go it is an ordinary failure; so it is where a job was given such a host again, for
     # want of others.
     if placed is None or (placed.action is Action.requeue and left_out.issuperset(hosts)):

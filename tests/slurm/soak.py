@@ -120,8 +120,7 @@ def main() -> int:
 
 def soak(site: Site, arguments: argparse.Namespace, seed: int) -> int:
     """Soak one run and hold it to the oracle; return the exit code."""
-    # Steps that would fill the time if nothing happened, a tenth more than waiting, and no fewer: the run
-    # outlives the faults.
+    # As many as fill the time if nothing happens, a tenth beyond the wait each: the run outlives the faults.
     steps = max(200, int(arguments.seconds / (1.1 * arguments.step)))
     waits = _STEP_WAITS.format(arguments.step)
     length = (f"train.steps={steps}", "checkpoint.every_steps=10", "train.log_every=10", "data.ledger=true")

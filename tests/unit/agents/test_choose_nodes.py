@@ -39,9 +39,9 @@ from orchestra.agents.choose_nodes import (
     words_of,
     write_findings,
 )
-from orchestra.agents.context import END, AgentContext, Scheduler
+from orchestra.agents.context import END, START, AgentContext, Scheduler
 from orchestra.agents.leader import Leader
-from orchestra.agents.node_check.after_hang import without_links
+from orchestra.agents.node_check.after_hang import cut_off, without_links
 from orchestra.agents.wait_for_nodes import Preflight, WaitForNodes
 from orchestra.errors import LaunchError
 from orchestra.recovery.history import attempt_of
@@ -365,6 +365,50 @@ def test_another_job_follows_without_the_unfit_node(run: RunDir, joined: Join) -
     # Of the attempt before it nothing is said.
     assert checked["before_start"] is True
     assert attempt_of(read_events(run), ATTEMPT).excluded_hosts == ()
+
+
+def test_a_node_that_fell_silent_before_the_first_attempt_has_no_part_in_it(
+    run: RunDir, joined: Join
+) -> None:
+    cluster = Cluster()
+    groups = joined({}, {}, {})
+    groups[1].step_down({})
+    Leader(led(run, groups[0], cluster)).look(None)
+    order = groups[2].newest_order()
+    assert order is not None
+    assert (order.action, order.nodes, cluster.left_out) == (START, (0, 2), [])
+
+
+def test_where_too_few_are_left_another_job_follows_without_the_silent_node(
+    run: RunDir, joined: Join
+) -> None:
+    cluster = Cluster()
+    groups = joined({}, {})
+    groups[1].step_down({})
+    Leader(led(run, groups[0], cluster)).look(None)
+    assert cluster.left_out == [("node2",)]
+
+
+def test_all_nodes_that_are_cut_off_step_down_before_an_attempt_is_concluded(
+    run: RunDir, joined: Join
+) -> None:
+    ring = [{"order": 0, "error": "silent"}, {"order": 0, "error": "silent"}, {"order": 0}]
+    groups = joined(*({"ring": measured} for measured in [*ring, ring[0]]))
+    who = {str(node): member.incarnation for node, member in groups[0].members().items()}
+    order = Order(0, START, (0, 1), who, {"attempt": ATTEMPT, "hosts": {"0": "node1", "1": "node2"}})
+    assert groups[0].publish(order)
+    for group in groups[:2]:
+        group.report(0, {"code": 1})
+    groups[0].mark_broken(0, {"cause": "hang"})
+    for number in (0, 1):
+        assert groups[number].leads
+        leader = Leader(led(run, groups[number], Cluster()))
+        leader.look(order)
+        assert leader.has_stepped_down
+    # Nothing was concluded by them, and the next one finds what they found.
+    assert groups[2].leads
+    assert read_events(run) == []
+    assert cut_off(led(run, groups[2], Cluster()), order) == [0, 1]
 
 
 @pytest.mark.parametrize(

@@ -166,6 +166,9 @@ def test_a_host_that_a_job_was_given_again_for_want_of_others_is_an_ordinary_fai
     assert after(BAD, BAD).action is Action.requeue
     decision = after(BAD, out, replace(BAD, step=120))
     assert (decision.action, decision.exclude, decision.charged) == (Action.restart, (), True)
+    # One that was merely gone, and is back, is left out like any other.
+    gone = replace(BAD, kind=Kind.node_lost, cause="node lost", excluded=("node2",))
+    assert after(gone, BAD, replace(BAD, step=120)).action is Action.requeue
     # Where another is there it is left out again.
     assert after(BAD, out, BAD, resources=replace(FOUR, spares=("node5",))).exclude == ("node2",)
 
