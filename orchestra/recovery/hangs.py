@@ -26,8 +26,9 @@ checkpoint.timeout_s; a restore that waits for its storage beats at each try |
 after that |
 | stop | the longest of the times that closing may take |
 
-No limit of a step exceeds recovery.heartbeat_timeout_s. A stopped process does not work: its limit is that of
-a step's own work, in any phase. Over several nodes a rank that is not stopped gets twice its limit.
+No limit of a step exceeds recovery.heartbeat_timeout_s. A stopped process does not work, and no busy core or
+slow disk stops one: its limit is that of a step's own work with a floor of 5 s, in any phase. Over several
+nodes a rank that is not stopped gets twice its limit.
 """
 
 from __future__ import annotations
@@ -144,6 +145,7 @@ class LimitRules:
     closing_s: float
     own_work: frozenset[Phase] = frozenset({Phase.step, Phase.forward})
     step_floor_s: float = 10.0
+    stopped_floor_s: float = 5.0
     storage_floor_s: float = 60.0
     median_factor: float = 10.0
     longest_factor: float = 3.0
@@ -226,15 +228,16 @@ class RankHeartbeats:
             self.phase_since = now
 
 
-def step_limit(times: RankTimes, rules: LimitRules) -> float:
-    """Return how long a step's own work may take without a beat."""
+def step_limit(times: RankTimes, rules: LimitRules, *, is_stopped: bool = False) -> float:
+    """Return how long a step's own work may take without a beat. `is_stopped`: the process is (SIGSTOP)."""
     if times.num_steps == 0:
         return rules.setup_s
     if len(times.steps_s) < _ENOUGH_STEPS:
         return rules.silent_s
     usual = rules.median_factor * statistics.median(times.steps_s)
     longest = rules.longest_factor * max(times.silences_s, default=0.0)
-    return min(max(usual, longest, rules.step_floor_s), rules.silent_s)
+    floor = rules.stopped_floor_s if is_stopped else rules.step_floor_s
+    return min(max(usual, longest, floor), rules.silent_s)
 
 
 def storage_limit(durations_s: deque[float], rules: LimitRules) -> float:
@@ -254,7 +257,7 @@ def limit(
     none has advanced less than this one.
     """
     if is_stopped:
-        return min(rules.silent_s, limit(phase, times, rules), step_limit(times, rules))
+        return min(rules.silent_s, limit(phase, times, rules), step_limit(times, rules, is_stopped=True))
     if phase is Phase.setup:
         return rules.setup_s
     if phase is Phase.restore:

@@ -61,11 +61,14 @@ def test_who_may_wait_for_others_or_for_storage_is_waited_for_longer() -> None:
         assert limit(phase, seen, RULES, is_last=True) == 60.0
 
 
-def test_a_stopped_process_is_waited_for_no_longer_than_a_step() -> None:
+def test_a_stopped_process_is_waited_for_as_a_step_is_and_needs_no_allowance_for_busy_cores() -> None:
     seen = rank_times(0.1)
     for phase in Phase:
         if phase >= Phase.step:
-            assert limit(phase, seen, RULES, is_stopped=True) == 10.0
+            assert limit(phase, seen, RULES, is_stopped=True) == 5.0
+        # A debugger that looks at a rank of long steps for a moment stops it too.
+        if phase >= Phase.step:
+            assert limit(phase, rank_times(3.0), RULES, is_stopped=True) == 30.0
         assert limit(phase, RankTimes(), RULES, is_stopped=True) == 60.0
 
 
