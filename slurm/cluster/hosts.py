@@ -157,10 +157,18 @@ def kill_host(layout: ClusterLayout, host: str) -> None:
     remove_name(layout, host)
 
 
+def claim_names(layout: ClusterLayout) -> None:
+    """Take the names of a cluster's hosts for `ip netns`, and with them its slot, before there are hosts."""
+    NAMESPACES.mkdir(exist_ok=True)
+    for host in layout.hosts:
+        (NAMESPACES / layout.namespace(host)).touch(mode=0o444)
+
+
 def give_name(layout: ClusterLayout, host: str, pid: int) -> None:
     """Make `ip netns` know a host's network namespace."""
     NAMESPACES.mkdir(exist_ok=True)
     name = NAMESPACES / layout.namespace(host)
+    # There already where the cluster is new; not there where a node comes back.
     name.touch(mode=0o444)
     run(["mount", "--bind", f"/proc/{pid}/ns/net", str(name)])
 

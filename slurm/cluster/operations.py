@@ -18,7 +18,15 @@ from slurm.cluster import configuration, network
 from slurm.cluster.commands import run
 from slurm.cluster.errors import ClusterError, UsageError
 from slurm.cluster.health import is_well, node_states, problems
-from slurm.cluster.hosts import NAMESPACES, StartingHost, give_name, host_state, kill_host, tail
+from slurm.cluster.hosts import (
+    NAMESPACES,
+    StartingHost,
+    claim_names,
+    give_name,
+    host_state,
+    kill_host,
+    tail,
+)
 from slurm.cluster.layout import (
     CONTROLLER,
     MAX_STATE_LENGTH,
@@ -113,6 +121,17 @@ def _check_state_folder(state: Path) -> None:
 
 
 @contextmanager
+def _others_choose_no_slot() -> Iterator[None]:
+    """Keep other commands of this machine from choosing a slot. The kernel drops the lock with its holder."""
+    folder = os.open(NAMESPACES.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
+
+
+@contextmanager
 def _locked(state: Path) -> Iterator[None]:
     """Keep other commands off this cluster. The lock is on the folder itself, which `down` removes."""
     while True:
@@ -129,18 +148,27 @@ def _locked(state: Path) -> Iterator[None]:
 
 def _new_cluster(state: Path, settings: Settings) -> ClusterLayout:
     """Bring a cluster up in an empty folder, or remove the folder."""
-    try:
-        layout = network.free_slot(ClusterLayout(state, 0, settings, this_boot()))
-    except BaseException:
-        state.rmdir()
-        raise
-    try:
-        layout.save()
+    with _others_choose_no_slot():
+        try:
+            layout = network.free_slot(ClusterLayout(state, 0, settings, this_boot()))
+        except BaseException:
+            state.rmdir()
+            raise
+        with _removed_where_it_fails(layout):
+            layout.save()
+            claim_names(layout)
+    with _removed_where_it_fails(layout):
         _bring_up(layout)
+    return layout
+
+
+@contextmanager
+def _removed_where_it_fails(layout: ClusterLayout) -> Iterator[None]:
+    try:
+        yield
     except BaseException:
         _remove(layout)
         raise
-    return layout
 
 
 def _bring_up(layout: ClusterLayout) -> None:

@@ -14,6 +14,7 @@ import pytest
 from sites import ROOT, Site, TooLateError, wait_until
 
 from slurm.cluster.hosts import NAMESPACES, host_state
+from slurm.cluster.layout import load_layout
 
 
 @pytest.fixture
@@ -158,6 +159,27 @@ def test_cluster_without_accounting_beside_another_leaves_nothing_behind(
     wait_until_only(before, other.state)
     assert "no cluster" in other.devcluster("down").stdout
     assert cluster.devcluster("status").stdout.endswith("healthy\n")
+
+
+def test_two_clusters_that_come_up_at_once_take_slots_of_their_own(cluster: Site) -> None:
+    before = traces(Path("/none"))
+    with contextlib.ExitStack() as stack:
+        folders = [Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slurm-"))) for _ in range(2)]
+        for folder in folders:
+            folder.chmod(0o755)
+        states = [folder / "c" for folder in folders]
+        flags = ("--nodes", "1", "--gpus", "0", "--no-accounting")
+        devcluster = str(ROOT / "slurm" / "devcluster")
+        ups = [subprocess.Popen([devcluster, "--state", str(state), "up", *flags]) for state in states]
+        codes = [up.wait(90) for up in ups]
+        slots = {layout.slot for state in states if (layout := load_layout(state))}
+        for state in states:
+            subprocess.run([devcluster, "--state", str(state), "down"], check=True)
+        assert codes == [0, 0]
+        assert len(slots) == 2
+        assert cluster.layout.slot not in slots
+        for state in states:
+            wait_until_only(before, state)
 
 
 def test_interrupted_up_leaves_nothing(cluster: Site, short_path: Path) -> None:
