@@ -276,8 +276,9 @@ class _GroupedProducts(torch.autograd.Function):
         )
         rows = by_columns(rows_MI, places)
         grad_rows: Tensor | None = None
-        grad_weights = []
-        for number, (grad_MO, ticket) in enumerate(zip(grads, tickets, strict=True)):
+        grad_weights: list[Tensor | None] = []
+        # The last one's first: the memory that they go to is filled from the model's end.
+        for number, (grad_MO, ticket) in reversed(list(enumerate(zip(grads, tickets, strict=True)))):
             if ctx.has_copies:
                 weight = Rounded(*kept[2 * number : 2 * number + 2])
             else:
@@ -288,7 +289,7 @@ class _GroupedProducts(torch.autograd.Function):
             gradient = _give_gradient_of(ticket, grad, rows, places.ends, has_kernel=ctx.has_kernel)
             grad_weights.append(gradient)
         no_more = [None] * (ctx.num_parameters - ctx.num_products)
-        return grad_rows, *[None] * 5, *grad_weights, *no_more
+        return grad_rows, *[None] * 5, *grad_weights[::-1], *no_more
 
 
 def rounded_stack(weight_XOI: Tensor) -> Rounded:

@@ -59,8 +59,8 @@ class LayerActivations:
     """One layer's activations on one rank, for a micro-batch of `num_sequences` × `seq_len` tokens.
 
     With `cp` ranks to a sequence `seq_len` is the part of one; `exchanges_heads`: by `cp_method=ulysses`.
-    `has_kernels`: of experts, products over all of them at once, and for latent attention one that keeps no
-    scores, which no CPU has.
+    `experts_at_once`: their products are taken over all of them together. `is_gpu`: latent attention has a
+    kernel that keeps no scores, which no CPU has.
     """
 
     model: ModelConfig
@@ -72,7 +72,8 @@ class LayerActivations:
     gathers_again: bool = True
     cp: int = 1
     exchanges_heads: bool = False
-    has_kernels: bool = False
+    experts_at_once: bool = False
+    is_gpu: bool = False
 
     def kept_bytes(self, kind: Recompute) -> int:
         """Return what the layer keeps from its forward pass to its backward pass."""
@@ -85,7 +86,7 @@ class LayerActivations:
         if kind is Recompute.selective:
             statistics = float(self.model.num_experts)
         each = elements[kind] * self.element_bytes + statistics * _STATISTIC_BYTES
-        if self.model.kv_lora_rank is not None and not self.has_kernels:
+        if self.model.kv_lora_rank is not None and not self.is_gpu:
             each += self._scores_bytes(kind)
         return round(self.num_sequences * self.seq_len * each)
 
@@ -168,7 +169,7 @@ class LayerActivations:
         rows = 0
         if model.num_experts:
             rows = 2 * model.num_experts_per_tok * model.hidden_size
-            if not self.has_kernels:
+            if not self.experts_at_once:
                 inner -= model.num_experts_per_tok * expert_width(model)
         return 2 * self._input + 2 * self._gathered + self._of_attention + inner / self.tp + rows
 
@@ -222,7 +223,15 @@ def layer_activations(config: Config, dp: int, *, is_gpu: bool) -> LayerActivati
         gathers_again=is_gpu,
         cp=parallelism.cp,
         exchanges_heads=parallelism.cp > 1 and parallelism.cp_method is ContextMethod.ulysses,
-        has_kernels=is_gpu and config.precision.name is not PrecisionName.fp32,
+        experts_at_once=takes_experts_at_once(config.precision.name, is_gpu=is_gpu),
+        is_gpu=is_gpu,
+    )
+
+
+def takes_experts_at_once(precision: PrecisionName, *, is_gpu: bool) -> bool:
+    """Whether products are taken over all experts, as in fp8, and where a GPU's kernel does so for bf16."""
+    return precision is PrecisionName.fp8 or (
+        is_gpu and precision in (PrecisionName.bf16, PrecisionName.bf16_fp32_grad)
     )
 
 

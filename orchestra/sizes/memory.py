@@ -16,10 +16,10 @@ The trainer takes its own block sizes from here (`chunk_tokens`, `ROUNDED_CPU`, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import chain
+from itertools import accumulate, chain
 
 from conf.schema import (
     ContextMethod,
@@ -30,7 +30,13 @@ from conf.schema import (
     Recompute,
     Scaling,
 )
-from orchestra.sizes.activations import LayerActivations, cheapest_within, every_kth, peak_bytes
+from orchestra.sizes.activations import (
+    LayerActivations,
+    cheapest_within,
+    every_kth,
+    peak_bytes,
+    takes_experts_at_once,
+)
 from orchestra.sizes.flops import (
     attention_width,
     expert_width,
@@ -523,7 +529,8 @@ def layer_of(shape: TrainingShape, *, has_experts: bool = True) -> LayerActivati
         gathers_again=shape.options.is_gpu,
         cp=shape.layout.cp,
         exchanges_heads=shape.layout.cp > 1 and shape.options.cp_method is ContextMethod.ulysses,
-        has_kernels=shape.options.is_gpu and tokens.width_bytes < _FP32,
+        experts_at_once=takes_experts_at_once(shape.precision, is_gpu=shape.options.is_gpu),
+        is_gpu=shape.options.is_gpu,
     )
 
 
@@ -621,6 +628,8 @@ def _messages(shape: TrainingShape, stage: PipelineStage, parts: RankParameters)
     direct = 0.0 if options.is_gpu else max(units) * (shards - 1) / shards
     # A unit that fills waits for the memory of the one that is summed.
     filling = max(units) if shape.zero >= 2 else 0.0
+    if shape.zero == 2:
+        filling = max(filling, _filling_at_experts(shape, stage, parts))
     if shape.zero >= 2 and shape.model.tie_word_embeddings and stage.has_embedding and stage.has_head:
         # The loss begins the unit of a tied table, and the embedding, last in the backward pass, ends it.
         filling = max(filling, units[-1] + max(units[:-1], default=0.0))
@@ -644,6 +653,37 @@ def _units(shape: TrainingShape, stage: PipelineStage, parts: RankParameters) ->
     of_experts = _buckets(parts.of_experts * mixtures, least)
     others = (ends[0], *(each for tensors in layers[::-1] for each in tensors[::-1]), ends[1])
     return (*of_experts, *_buckets(others, least))
+
+
+def _filling_at_experts(shape: TrainingShape, stage: PipelineStage, parts: RankParameters) -> float:
+    """Return the most elements of ZeRO-2's units that fill while the backward pass is in a layer's experts:
+    one of theirs, or all three matrices' where one expert follows the other; and what was unfinished before.
+    """
+    mixtures = parts.num_mixtures_of(stage)
+    if not mixtures or (shape.num_expert_shards == 1 and shape.layout.ep > 1):
+        return 0.0
+    least = shape.options.bucket_bytes / widths(shape.precision).gradients
+    layers = parts.layers_of(stage)[::-1]
+    others = (parts.after * stage.has_head, *(each for tensors in layers for each in tensors[::-1]))
+    of_others = _buckets((*others, parts.before * stage.has_embedding), least)
+    of_experts = _buckets(parts.of_experts * mixtures, least)
+    of_layer = sum(parts.of_experts)
+    at_once = takes_experts_at_once(shape.precision, is_gpu=shape.options.is_gpu)
+    most, before = 0.0, others[0]
+    for layer, tensors in enumerate(layers[:mixtures]):
+        touched = _touched(of_experts, layer * of_layer, (layer + 1) * of_layer)
+        open_now = _touched(of_others, before, before)
+        most = max(most, sum(open_now) + (max(touched) if at_once else sum(touched)))
+        before += sum(tensors)
+    return most
+
+
+def _touched(units: Sequence[float], begin: float, end: float) -> list[float]:
+    """Return the units that hold some of the elements `begin` to `end`; of none, the one with some before and
+    some after them.
+    """
+    ends = zip(units, accumulate(units), strict=True)
+    return [size for size, its_end in ends if its_end - size < end and its_end > begin]
 
 
 @lru_cache(maxsize=1024)

@@ -171,6 +171,8 @@ DEEPSEEK_V3 = (
         ("precision=bf16", "parallelism=zero1"),
         ("precision=bf16", "train.recompute=selective"),
         ("precision=bf16", "train.recompute=full"),
+        # Three units of a layer's experts fill at once.
+        ("precision=fp32", "parallelism=zero2"),
     ],
     ids=" ".join,
 )
@@ -188,16 +190,22 @@ def test_closed_forms_meet_the_count_of_mixtures(model: tuple[str, ...], choice:
             ("parallelism=tp2", "parallelism.ep=2", "train.recompute=selective"),
             marks=NEEDS_OUTPUTS,
         ),
+        (QWEN3_MOE, ("parallelism=zero2",)),
         # All layers of the first stage are dense.
         (DEEPSEEK_V3, ("parallelism.pp=2", "parallelism.stages=[1,2]")),
     ],
-    ids=["qwen3-moe", "deepseek-v3", "deepseek-v3-tp", "deepseek-v3-dense-stage"],
+    ids=["qwen3-moe", "deepseek-v3", "deepseek-v3-tp", "qwen3-moe-zero2", "deepseek-v3-dense-stage"],
 )
 def test_mixtures_are_counted_with_the_kernels_of_a_gpu(
     model: tuple[str, ...], choice: tuple[str, ...]
 ) -> None:
     """All experts in one product, and attention over latents without scores."""
     assert_alike(*both(*model, *choice, "precision=bf16"))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_gpu_has_a_kernel_for_latents_in_any_precision_and_none_for_experts(precision: str) -> None:
+    assert_alike(*both(*DEEPSEEK_V3, f"precision={precision}"))
 
 
 def test_a_second_step_without_one_is_what_a_second_one_takes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,6 +225,7 @@ def test_a_second_step_without_one_is_what_a_second_one_takes(monkeypatch: pytes
     [
         (QWEN3_MOE, ("parallelism=zero1", "model.shared_expert_intermediate_size=512")),
         (QWEN3_MOE, ("parallelism=zero3", "precision.fp8_scaling=row")),
+        (DEEPSEEK_V3, ("parallelism=zero2",)),
         # Routers, norms and the like are whole on every rank.
         (QWEN3_MOE, ("parallelism=zero3",)),
     ],
