@@ -10,6 +10,7 @@ Shape letters: M rows, E hidden size, X experts, F inner width of an expert.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -25,6 +26,7 @@ from orchestra.model.weight_gradients import (
     WeightGradient,
     add_product_,
     give_gradient,
+    known_by,
     tickets_of,
     weight_gradient,
 )
@@ -83,11 +85,64 @@ class Experts(nn.Module):
 def _by_kernel(
     rows_ME: Tensor, counts_X: Tensor, gate_XFE: Tensor, up_XFE: Tensor, down_XEF: Tensor
 ) -> Tensor:
-    ends = counts_X.cumsum(0).to(torch.int32)
-    gate_MF = F.grouped_mm(rows_ME, gate_XFE.transpose(1, 2), offs=ends)
-    up_MF = F.grouped_mm(rows_ME, up_XFE.transpose(1, 2), offs=ends)
-    out: Tensor = F.grouped_mm(swiglu(gate_MF, up_MF), down_XEF.transpose(1, 2), offs=ends)
-    return out
+    ends_X = counts_X.cumsum(0).to(torch.int32)
+    gate_MF, up_MF = _stacked_products(rows_ME, ends_X, gate_XFE, up_XFE)
+    (out_ME,) = _stacked_products(swiglu(gate_MF, up_MF), ends_X, down_XEF)
+    return out_ME
+
+
+def _stacked_products(rows_MI: Tensor, ends_X: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    """Return the products [M, O] of rows with stacked weights [X, O, I], all experts in one kernel each."""
+    tickets = tickets_of(weights) if torch.is_grad_enabled() else []
+    if not tickets:
+        return tuple(F.grouped_mm(rows_MI, weight.transpose(1, 2), offs=ends_X) for weight in weights)
+    made: tuple[Tensor, ...] = _StackedProducts.apply(rows_MI, ends_X, len(weights), *weights, *tickets)  # type: ignore[no-untyped-call]
+    return made
+
+
+class _StackedProducts(torch.autograd.Function):
+    """The same where the weights' gradients go to who takes them, perhaps later."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows_MI: Tensor, ends_X: Tensor, num_products: int, *parameters: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.num_products = num_products
+        ctx.save_for_backward(rows_MI, ends_X, *parameters)
+        weights = parameters[:num_products]
+        return tuple(F.grouped_mm(rows_MI, weight.transpose(1, 2), offs=ends_X) for weight in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows_MI, ends_X, *parameters = ctx.saved_tensors
+        weights, tickets = parameters[: ctx.num_products], parameters[ctx.num_products :]
+        grad_rows: Tensor | None = None
+        # The last one's first: the memory that they go to is filled from the model's end.
+        for grad, weight, ticket in reversed(list(zip(grads, weights, tickets, strict=True))):
+            grad_MO = grad.contiguous()
+            part = F.grouped_mm(grad_MO, weight, offs=ends_X)
+            grad_rows = part if grad_rows is None else grad_rows.add_(part)
+            if torch.compiler.is_compiling():
+                _give_stacked_product(ticket, grad_MO, rows_MI, ends_X)
+            else:
+                made = functools.partial(_stacked_gradient, grad_MO, rows_MI, ends_X)
+                weight_gradient(ticket).add_made(made)
+        return grad_rows, None, None, *[None] * len(parameters)
+
+
+def _stacked_gradient(grad_MO: Tensor, rows_MI: Tensor, ends_X: Tensor) -> Tensor:
+    made: Tensor = F.grouped_mm(grad_MO.t(), rows_MI, offs=ends_X)
+    return made
+
+
+@torch.library.custom_op("orchestra::give_stacked_product", mutates_args=("ticket",))
+def _give_stacked_product(ticket: Tensor, grad_MO: Tensor, rows_MI: Tensor, ends_X: Tensor) -> None:
+    known_by(int(ticket)).add_made(lambda: _stacked_gradient(grad_MO, rows_MI, ends_X))
+
+
+@_give_stacked_product.register_fake
+def _(ticket: Tensor, grad_MO: Tensor, rows_MI: Tensor, ends_X: Tensor) -> None:
+    """Nothing that a compiler can see comes of it but the change of the ticket."""
 
 
 class _OneByOne(torch.autograd.Function):
@@ -109,6 +164,9 @@ class _OneByOne(torch.autograd.Function):
         if takers and all(taker.takes_now for taker in takers):
             grad_rows = _with_takers(grads[0], kept, weights, takers)
             return grad_rows, None, *[None] * (3 + len(tickets))
+        if takers:
+            grad_rows = _weights_later(grads[0], kept, weights, takers)
+            return grad_rows, None, *[None] * (3 + len(tickets))
         grad_rows, *of_weights = _experts_gradients(grads[0], *kept, *weights)
         given = [
             give_gradient(ticket, gradient)
@@ -127,6 +185,35 @@ def _with_takers(
     for taker in reversed(takers):
         taker.end()
     return grad_rows
+
+
+def _weights_later(
+    grad_ME: Tensor, kept: Sequence[Tensor], weights: Sequence[Tensor], takers: Sequence[WeightGradient]
+) -> Tensor:
+    """Return the gradient of the rows, and let those of the weights be taken when there is time for them."""
+    rows_ME, gate_MF, up_MF, counts_X = kept
+    inner_grads = torch.empty_like(gate_MF), torch.empty_like(up_MF)
+    grad_rows = _backward(grad_ME, kept, weights, (), inner_grads)
+    counts = _numbers(counts_X, len(rows_ME))
+
+    def of_down() -> Tensor:
+        return _gradient_one_by_one(grad_ME, F.silu(gate_MF).mul_(up_MF), counts)
+
+    of_gate, of_up = (
+        functools.partial(_gradient_one_by_one, grad_MF, rows_ME, counts) for grad_MF in inner_grads
+    )
+    makers: tuple[Callable[[], Tensor], ...] = (of_gate, of_up, of_down)
+    for taker, make in reversed(list(zip(takers, makers, strict=True))):
+        taker.add_made(make)
+    return grad_rows
+
+
+def _gradient_one_by_one(grad_MO: Tensor, x_MI: Tensor, counts: Sequence[int]) -> Tensor:
+    """Return the gradient [X, O, I] of stacked weights."""
+    made = grad_MO.new_zeros(len(counts), grad_MO.shape[1], x_MI.shape[1])
+    for expert, own in _ranges(counts):
+        torch.mm(grad_MO[own].t(), x_MI[own], out=made[expert])
+    return made
 
 
 def _numbers(counts_X: Tensor, num_rows: int) -> list[int]:
@@ -175,10 +262,14 @@ EXPERTS = torch.ops.orchestra.experts.default
 
 
 def _backward(
-    grad_ME: Tensor, kept: Sequence[Tensor], weights: Sequence[Tensor], memory: Sequence[_Memory]
+    grad_ME: Tensor,
+    kept: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    memory: Sequence[_Memory],
+    inner_grads: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Return the gradient of the rows; those of the weights go into `memory`. `kept`: the rows, what gate and
-    up made, and the counts.
+    """Return the gradient of the rows; those of the weights go into `memory`, or where it is empty those of
+    what gate and up made into `inner_grads`. `kept`: the rows, what gate and up made, and the counts.
     """
     rows_ME, gate_MF, up_MF, counts_X = kept
     gate_XFE, up_XFE, down_XEF = weights
@@ -190,13 +281,15 @@ def _backward(
         grad, rows, gate, up = grad_ME[own], rows_ME[own], gate_MF[own], up_MF[own]
         inner_grad = grad @ down_XEF[expert]
         silu = F.silu(gate)
-        into, adds = memory[2]
-        add_product_(into[expert], grad.t(), silu * up, adds=adds)
+        for into, adds in memory[2:]:
+            add_product_(into[expert], grad.t(), silu * up, adds=adds)
         gate_grad = inner_grad * up
         torch.ops.aten.silu_backward.grad_input(gate_grad, gate, grad_input=gate_grad)
         up_grad = silu.mul_(inner_grad)
-        for (into, adds), of_weight in zip(memory[:2], (gate_grad, up_grad), strict=True):
+        for (into, adds), of_weight in zip(memory[:2], (gate_grad, up_grad), strict=False):
             add_product_(into[expert], of_weight.t(), rows, adds=adds)
+        for whole, part in zip(inner_grads or (), (gate_grad, up_grad), strict=False):
+            whole[own] = part
         torch.mm(gate_grad, gate_XFE[expert], out=grad_rows[own])
         grad_rows[own].addmm_(up_grad, up_XFE[expert])
     for expert, count in enumerate(counts):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from orchestra.model.transformer import (
     fill_initial_values,
     initial_std,
 )
+from orchestra.model.weight_gradients import LaterGradients, WeightGradient, attach
 from orchestra.parallel.blocks import recomputed
 from tests.support.reference_llama import small
 
@@ -110,6 +112,50 @@ def test_gradients_of_experts_are_exact() -> None:
         return found
 
     assert torch.autograd.gradcheck(output, (rows, *experts.parameters()))
+
+
+@pytest.mark.parametrize(("is_grouped", "is_compiled"), [(False, False), (True, False), (True, True)])
+def test_gradients_of_experts_are_made_when_they_are_taken(
+    is_grouped: bool, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A schedule may take them later. One expert has no row, and two rows are nobody's."""
+    monkeypatch.setattr(Experts, "_has_kernel", is_grouped)
+    experts, counts = Experts(small(num_experts=4, moe_intermediate_size=24)), torch.tensor([5, 0, 9, 2])
+    # Compilers know the kernel for this type only.
+    dtype = torch.bfloat16 if is_grouped else torch.float32
+    experts.to(dtype)
+    for number, parameter in enumerate(experts.parameters()):
+        fill_normal_(parameter.data, number, parameter.shape, [0] * parameter.dim(), 0.2)
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.randn(18, MODEL.hidden_size, generator=generator).to(dtype).requires_grad_()
+    call = torch.compile(experts, backend="aot_eager") if is_compiled else experts
+
+    def backward(call: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        made = call(rows, counts)[:16]
+        (made * torch.linspace(-1, 1, made.numel()).view_as(made)).sum().backward()
+        assert rows.grad is not None
+        grad, rows.grad = rows.grad[:16], None
+        return grad
+
+    of_rows = backward(experts)
+    of_weights = [parameter.grad for parameter in experts.parameters()]
+    later, memory = LaterGradients(), [torch.zeros_like(weight) for weight in experts.parameters()]
+    takers = [WeightGradient(lambda into=into: (into, False), lambda: None, later) for into in memory]
+    for parameter, taker in zip(experts.parameters(), takers, strict=True):
+        parameter.grad = None
+        attach(parameter, taker)
+    for is_later in (False, True):
+        for into in memory:
+            into.fill_(7)
+        later.is_open = is_later
+        torch.testing.assert_close(backward(call), of_rows)
+        if is_later:
+            assert all(bool((into == 7).all()) for into in memory)
+        with torch.no_grad():
+            for take in later.kept():
+                take()
+        assert all(parameter.grad is None for parameter in experts.parameters())
+        torch.testing.assert_close(memory, of_weights)
 
 
 def test_passes_repeat_bit_for_bit() -> None:
