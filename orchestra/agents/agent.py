@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from conf.schema import Config
+from conf.schema import Config, Device, Recompute
 from launchers import LauncherError
 from launchers.fork_server.client import ForkServer
 from launchers.fork_server.owner import ServerOwner
@@ -61,9 +61,9 @@ _CLOSE_S = 900.0
 _WARNED_TIMEOUT_S = 20.0
 # How long the last agent gives the others to leave before it ends the job.
 _LEAVE_TIMEOUT_S = 15.0
-# What the process that ranks are forked from imports ahead. The last two are imported by torch itself when an
-# optimizer and a mesh are made: a second per rank.
-_WORKER_MODULES = ("orchestra.train.trainer", "torch._dynamo", "torch.distributed.tensor")
+# What the process that ranks are forked from imports ahead: the trainer, and torch's compiler, a second of a
+# rank's start, where torch itself will ask for it.
+_TRAINER, _COMPILER = "orchestra.train.trainer", "torch._dynamo"
 
 # Called about ten times a second with the number of the attempt that is on; -1 between two.
 Tick = Callable[[int], None]
@@ -273,7 +273,18 @@ def fork_server_of(
         return None
     ranks = int(config.cluster.gpus_per_node)
     environment = worker_environment(config, ranks, search_path=search_path, binding=binding_here(config))
-    return ForkServer(_WORKER_MODULES, environment, run.logs / "warm.log", owner)
+    modules = (_TRAINER, _COMPILER) if _needs_compiler(config) else (_TRAINER,)
+    return ForkServer(modules, environment, run.logs / "warm.log", owner)
+
+
+def _needs_compiler(config: Config) -> bool:
+    """Whether ranks will import torch's compiler: for blocks that are compiled, and because torch's
+    checkpoints of activations, its optimizers and operators of one's own ask whether they are being compiled.
+    """
+    train, may_have_gpu = config.train, config.cluster.device is not Device.cpu
+    is_compiled = train.compile is True or (train.compile is not False and may_have_gpu)
+    recomputes = train.recompute is not Recompute.none or train.recompute_budget_gib is not None
+    return is_compiled or recomputes or config.model.num_experts > 0 or config.optim.target is not None
 
 
 def context_of_task(words: Sequence[str], signals: StopRequests, owner: ServerOwner) -> AgentContext:

@@ -11,13 +11,15 @@ heads, D head width.
 
 from __future__ import annotations
 
+import importlib
 import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from orchestra.model.initial import is_fake
 
@@ -25,8 +27,7 @@ from orchestra.model.initial import is_fake
 _FLASH_DTYPES = (torch.bfloat16, torch.float16)
 _FLASH_CAPABILITY = (8, 0)
 _FLASH_MOST_WIDTH, _FLASH_WIDTH_MULTIPLE = 256, 8
-# torch 2.11 has no such argument yet.
-_VARLEN_SHARES_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+_varying_lengths: VaryingLengths | None = None
 
 
 def document_bounds(tokens_BS: Tensor, separator_id: int) -> Tensor:
@@ -57,6 +58,7 @@ def documents_for(bounds: Tensor, tokens_BS: Tensor, dtype: torch.dtype, head_di
     bounds = on_device(bounds, device)
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     if has_varying_lengths(capability, dtype, head_dim):
+        _load_varying_lengths()
         return bounds
     return document_mask(bounds, tokens_BS, dtype, torch.arange(tokens_BS.shape[1], device=device))
 
@@ -85,6 +87,25 @@ def has_varying_lengths(capability: tuple[int, int] | None, dtype: torch.dtype, 
     return capability >= _FLASH_CAPABILITY and dtype in _FLASH_DTYPES and is_width
 
 
+@dataclass(frozen=True)
+class VaryingLengths:
+    """torch's attention over lengths that vary; `shares_heads`: takes fewer key-value heads than queries, as
+    2.11 does not yet.
+    """
+
+    attend: Callable[..., Any]
+    shares_heads: bool
+
+
+def _load_varying_lengths() -> VaryingLengths:
+    """Import it where it is needed: its module imports torch's compiler, which takes a second."""
+    global _varying_lengths
+    if _varying_lengths is None:
+        attend = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+        _varying_lengths = VaryingLengths(attend, "enable_gqa" in inspect.signature(attend).parameters)
+    return _varying_lengths
+
+
 def attend_within(q_BSHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, documents: Tensor) -> Tensor:
     """Return causal attention inside of documents, [B, S, H, D]; `documents` is of `documents_for`."""
     num_sharing = q_BSHD.shape[2] // k_BSKD.shape[2]
@@ -96,11 +117,12 @@ def attend_within(q_BSHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, documents: Ten
         return out_BHSD.transpose(1, 2)
     sequence = q_BSHD.shape[1]
     q_THD, k_TKD, v_TKD = (each.flatten(0, 1) for each in (q_BSHD, k_BSKD, v_BSKD))
-    options: dict[str, Any] = {"enable_gqa": num_sharing > 1} if _VARLEN_SHARES_HEADS else {}
-    if num_sharing > 1 and not _VARLEN_SHARES_HEADS:
+    varying = _load_varying_lengths()
+    options: dict[str, Any] = {"enable_gqa": num_sharing > 1} if varying.shares_heads else {}
+    if num_sharing > 1 and not varying.shares_heads:
         k_TKD, v_TKD = (each.repeat_interleave(num_sharing, dim=1) for each in (k_TKD, v_TKD))
     # No document is longer than a sample: no length has to be read back.
     lengths = (documents, documents, sequence, sequence)
-    out = varlen_attn(q_THD, k_TKD, v_TKD, *lengths, window_size=(-1, 0), **options)
+    out = varying.attend(q_THD, k_TKD, v_TKD, *lengths, window_size=(-1, 0), **options)
     assert isinstance(out, Tensor)
     return out.view(q_BSHD.shape)

@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
 
 # Elements made at a time. On CPU the fp64 scratch of a block stays in the cache (twice as fast as 2²⁰ here).
 _BLOCK_CPU = 1 << 17
@@ -135,6 +137,26 @@ def is_fake(tensor: Tensor) -> bool:
 
 
 _fakes_are_on_gpu = False
+
+
+class NoTorchInit(TorchFunctionMode):
+    """Lets torch's layers leave their parameters as they are, for models whose values come later.
+
+    On the meta device torch would take its random functions apart to say what shape comes of them, by its
+    compiler, whose import takes a second.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        named = kwargs or {}
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return args[0] if args else named["tensor"]
+        return func(*args, **named)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from conf.schema import Config
 from orchestra.data.loader import Loader
 from orchestra.data.source import open_source, separator_of
 from orchestra.errors import ConfigError, DataError
-from orchestra.model.initial import is_fake
+from orchestra.model.initial import NoTorchInit, is_fake
 from orchestra.model.parametrization import share_of
 from orchestra.model.plugged_loss import PluggedLoss
 from orchestra.model.transformer import MakeBlock, Transformer, own_block
@@ -216,7 +216,7 @@ def meta_model(config: Config) -> Transformer:
     or a layer that cannot be had.
     """
     separator_id = separator_of(config.data) if config.data.document_masks else None
-    with torch.device("meta"):
+    with torch.device("meta"), NoTorchInit():
         model = Transformer(config.model, config.train.loss_chunk_tokens, separator_id, make_block(config))
     model.share_of = share_of(config.model, config.optim)
     for plugin in named_in(config):

@@ -79,6 +79,22 @@ def test_piped_output_is_plain_complete_and_within_80_columns(
     assert any(line.startswith("loss ") and " → " in line for line in lines)
 
 
+def test_ranks_that_compile_nothing_start_without_torchs_compiler(tmp_path: Path) -> None:
+    """Its import takes a second of each start."""
+    traced = {"PYTHONPROFILEIMPORTTIME": "1"}
+    one_rank = ("cluster.gpus_per_node=1", "cluster.device=cpu", "train.steps=2")
+    orchestra(tmp_path, "run", "run.name=plain", *_SMALL, *one_rank, extra=traced)
+    logs = [path for path in run_of(tmp_path, "plain").logs.rglob("*") if path.is_file()]
+    imported = {
+        line.rpartition("|")[2].strip()
+        for path in logs
+        for line in path.read_text(errors="replace").splitlines()
+        if line.startswith("import time:")
+    }
+    assert {"torch.nn", "orchestra.train.build"} <= imported
+    assert not imported & {"torch._dynamo", "torch._dynamo.convert_frame", "sympy"}
+
+
 def test_a_dry_run_prints_the_command_and_writes_nothing(tmp_path: Path) -> None:
     overrides = ("run.name=planned", "cluster.gpus_per_node=4")
     plan = json.loads(orchestra(tmp_path, "run", "--dry-run", "--json", *overrides).stdout)

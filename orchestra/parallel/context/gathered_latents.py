@@ -18,6 +18,7 @@ from orchestra.model.layers import Rotary
 from orchestra.parallel.context.piece_attention import masked
 from orchestra.parallel.context.sequence_parts import HeadAndTail, by_rank, in_order
 from orchestra.parallel.tensor.tensor_collectives import PendingGather, PendingScatter, TensorGroup
+from orchestra.parallel.uncompiled import leave_uncompiled
 
 
 class _GatheredPlaces(torch.autograd.Function):
@@ -42,7 +43,9 @@ class GatheredLatents:
 
     group: TensorGroup
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __post_init__(self) -> None:
+        leave_uncompiled(GatheredLatents)
+
     def __call__(self, own_BPL: Tensor) -> Tensor:
         """Return [B, S, L] of whole sequences."""
         whole: Tensor = _GatheredPlaces.apply(own_BPL, self.group)  # type: ignore[no-untyped-call]

@@ -34,6 +34,7 @@ from orchestra.model.mixture.mixture import (
 from orchestra.parallel.experts.expert_shares import ExpertShares
 from orchestra.parallel.found_once import once
 from orchestra.parallel.marks import Traffic, marked
+from orchestra.parallel.uncompiled import leave_uncompiled
 from orchestra.sizes.step_shares import Part
 
 
@@ -175,6 +176,7 @@ class ExchangedDispatch:
     """
 
     def __init__(self, group: ExchangeGroup, shares: ExpertShares) -> None:
+        leave_uncompiled(ExchangedDispatch)
         self._group, self._shares = group, shares
         # Each expert's place in the room of all ranks, and after them that of choices that no expert takes.
         self._places: Tensor | None = None
@@ -183,7 +185,6 @@ class ExchangedDispatch:
         """Bring tokens to experts by other shares from now on. *Any rank*, between two steps."""
         self._shares, self._places = shares, None
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, x_TE: Tensor, experts_TK: Tensor) -> Combine:
         num_places = self._shares.num_ranks * self._shares.padded
         if self._places is None:

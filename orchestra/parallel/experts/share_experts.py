@@ -27,6 +27,7 @@ from orchestra.parallel.marks import Traffic, marked
 from orchestra.parallel.mesh import Mesh
 from orchestra.parallel.places import TensorPlace, cut_place, is_of_experts
 from orchestra.parallel.tensor.split import replace_parameter
+from orchestra.parallel.uncompiled import leave_uncompiled
 from orchestra.sizes.step_shares import Part
 
 
@@ -72,7 +73,9 @@ class PlacesOverRanks:
     group: dist.ProcessGroup
     traffic: Traffic
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __post_init__(self) -> None:
+        leave_uncompiled(PlacesOverRanks)
+
     def __call__(self, experts_BN: Tensor, num_experts: int) -> Tensor:
         """Return how many choices of the same expert come before each one in its sequence."""
         part = HeadAndTail(self.group.size(), self.group.rank())

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from conf.schema import Config, DataConfig, Family, ModelConfig, Recompute, TrainConfig
-from orchestra.model.documents import document_bounds, has_varying_lengths
+from orchestra.model import documents as module
+from orchestra.model.documents import (
+    VaryingLengths,
+    attend_within,
+    document_bounds,
+    document_mask,
+    has_varying_lengths,
+)
 from orchestra.model.transformer import Transformer, fill_initial_values
 from orchestra.parallel.blocks import compile_blocks, recompute_blocks
 from orchestra.parallel.mesh import make_mesh
@@ -184,3 +191,34 @@ def test_variable_lengths_are_for_16_bits_on_gpus_that_have_the_kernel() -> None
     assert not has_varying_lengths((9, 0), torch.float32, 128)
     assert not has_varying_lengths((9, 0), torch.bfloat16, 264)
     assert not has_varying_lengths((9, 0), torch.bfloat16, 100)
+
+
+@pytest.mark.parametrize("shares_heads", [False, True])
+def test_compiled_code_holds_the_kernel_for_varying_lengths(
+    shares_heads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one graph, with what stands for the GPU's kernel here: attention of each document by itself."""
+    tokens, _ = sample(SEPARATORS["inside"])
+    bounds = document_bounds(tokens, SEPARATOR)
+    generator = torch.Generator().manual_seed(2)
+    query, key, value = (torch.randn(2, SEQUENCE, heads, 8, generator=generator) for heads in (4, 2, 2))
+
+    def attend(
+        q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, *_: object, enable_gqa: bool = False, **__: object
+    ) -> Tensor:
+        assert enable_gqa == (q_THD.shape[1] != k_TKD.shape[1]) == shares_heads
+        q_BSHD, k_BSKD, v_BSKD = (each.unflatten(0, (2, SEQUENCE)) for each in (q_THD, k_TKD, v_TKD))
+        return attend_within(q_BSHD, k_BSKD, v_BSKD, mask).flatten(0, 1)
+
+    mask = document_mask(bounds, tokens, torch.float32, torch.arange(SEQUENCE))
+    expected = attend_within(query, key, value, mask)
+    monkeypatch.setattr(module, "_varying_lengths", VaryingLengths(attend, shares_heads))
+    torch.testing.assert_close(attend_within(query, key, value, bounds), expected)
+    compiled = torch.compile(attend_within, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(query, key, value, bounds), expected)
+
+
+def test_torchs_attention_over_varying_lengths_is_there() -> None:
+    found = module._load_varying_lengths()
+    assert found is module._load_varying_lengths()
+    assert callable(found.attend)
