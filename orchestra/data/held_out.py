@@ -42,6 +42,17 @@ def held_out_data(config: Config) -> dict[str, DataConfig]:
     return found
 
 
+def other_separator(name: str, separator_id: int, of_training: int) -> str:
+    """Return what is wrong with a source whose documents end with another token than the training's, where
+    the model tells them apart by that.
+    """
+    return (
+        f"eval.data.{name}: token {separator_id} ends its documents and {of_training} those of the training, "
+        "by which data.document_masks=true tells them apart; pack it with the same --separator, or use "
+        "data.document_masks=false"
+    )
+
+
 def mapped_paths(given: Any, change: Callable[[str], str]) -> Any:
     """Return `eval.data` with each path in it changed; what is no path stays, right or wrong."""
     if isinstance(given, Mapping):

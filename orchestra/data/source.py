@@ -31,6 +31,7 @@ from orchestra.data.token_files import (
     names_of_parts,
     read_index,
     token_file_prefix,
+    unlike_parts,
 )
 from orchestra.errors import DataError
 from orchestra.plugins import is_plugin
@@ -199,7 +200,8 @@ def open_blend(data: DataConfig, seq_len: int) -> SampleSource:
     """Open data.path, or the parts of data.blend. Raises DataError for files that cannot be read together."""
     parts = _parts(data)
     files = [open_tokens(part.path, data.cache_dir) for part in parts]
-    _check_one_tokenizer(files)
+    if problem := unlike_parts([(file.name, file.index) for file in files]):
+        raise DataError(problem)
     samples = [
         TokenSamples(file.tokens, seq_len, file.index.vocab_size, file.name, file.checks) for file in files
     ]
@@ -217,23 +219,6 @@ def _split(position: int, count: int, left: int, whole: int) -> tuple[int, npt.N
     # Whole numbers of Python: positions × weights may pass 64 bits; inside the batch they cannot.
     before, rest = divmod(position * left + whole // 2, whole)
     return before, np.diff((rest + np.arange(count + 1, dtype=np.int64) * left) // whole) > 0
-
-
-def _check_one_tokenizer(files: Sequence[TokenFile]) -> None:
-    """A token must mean the same in every part."""
-    first = files[0]
-    for file in files[1:]:
-        if _tokenizer(file) != _tokenizer(first):
-            raise DataError(
-                f"data.blend: {first.name} was packed with {_tokenizer(first)}, {file.name} with "
-                f"{_tokenizer(file)}; pack them with the same one"
-            )
-
-
-def _tokenizer(file: TokenFile) -> str:
-    index = file.index
-    sha256 = f"sha256 {index.tokenizer_sha256[:16]}, " if index.tokenizer_sha256 else ""
-    return f"{'tokenizer.json' if sha256 else index.tokenizer} ({sha256}separator {index.separator_id})"
 
 
 # The running interpreter's own library as text: real prose and code on every machine, nothing to download.

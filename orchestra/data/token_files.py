@@ -154,6 +154,23 @@ def check_separator(index: TokenIndex, name: str) -> None:
         )
 
 
+def unlike_parts(parts: Sequence[tuple[str, TokenIndex]], key: str = "data.blend") -> str | None:
+    """Return what keeps token files, by their names, from being parts of one blend: a token must mean the
+    same in each of them. None where nothing does.
+    """
+    (first, packed), *others = [(name, _packed_with(index)) for name, index in parts]
+    for name, other in others:
+        if other != packed:
+            both = f"{first} was packed with {packed}, {name} with {other}"
+            return f"{key}: {both}; pack them with the same one"
+    return None
+
+
+def _packed_with(index: TokenIndex) -> str:
+    sha256 = f"sha256 {index.tokenizer_sha256[:16]}, " if index.tokenizer_sha256 else ""
+    return f"{'tokenizer.json' if sha256 else index.tokenizer} ({sha256}separator {index.separator_id})"
+
+
 def check_size(num_bytes: int, index: TokenIndex, name: str) -> None:
     """Raise DataError when the token file `name` of `num_bytes` is not as long as its index says."""
     if num_bytes != index.num_bytes:

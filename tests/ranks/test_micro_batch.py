@@ -85,6 +85,12 @@ def test_a_run_that_computes_steps_again_counts_that_too(ranks: Ranks) -> None:
     assert sizes[1] < sizes[0]
 
 
+def test_one_rank_whose_noise_is_measured_takes_no_micro_batch_that_is_the_global_one() -> None:
+    for every, size in ((None, GLOBAL_BATCH), (2, GLOBAL_BATCH // 2)):
+        config = replace(auto(), train=replace(auto().train, noise_scale_every=every))
+        assert chosen(0, 1, config, [1 << 40])[0] == size
+
+
 def recorded(rank: int, world: int, config: Config, folder: Path) -> int:
     run = RunDir(folder)
     mesh = mesh_of(rank, layout(config.parallelism, world))

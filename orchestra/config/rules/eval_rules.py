@@ -7,14 +7,14 @@ from pathlib import Path
 
 from conf.schema import Config, DataConfig, Source
 from orchestra.config.machine import Situation
-from orchestra.config.rules.place_rules import problems_of_token_file
-from orchestra.data.held_out import evaluates, held_out_data
+from orchestra.config.rules.place_rules import problems_of_blend, problems_of_token_file
+from orchestra.data.held_out import evaluates, held_out_data, other_separator
 from orchestra.data.token_files import TokenIndex, local_prefix, read_index, token_file_prefix
 from orchestra.errors import ConfigError, DataError
 from orchestra.run.metrics_file import is_eval_column
 
-# The tokenizer of data.source=stdlib, as an index names it.
-_BYTES = ("bytes", "")
+# The tokenizer of data.source=stdlib, as an index names it, and the separator.
+_BYTES = ("bytes", "", 256)
 
 
 def rule_eval_data(config: Config, _: Situation) -> Iterator[str]:
@@ -33,15 +33,21 @@ def rule_eval_data(config: Config, _: Situation) -> Iterator[str]:
         )
     if not config.eval.data:
         return
-    tokenizer = _tokenizer_of(config.data)
+    training = _packed_with(config.data)
     for name, data in sources.items():
         for path in _paths(data):
             yield from problems_of_token_file(path, config, f"eval.data.{name}")
-        if None not in (tokenizer, _tokenizer_of(data)) and _tokenizer_of(data) != tokenizer:
+        yield from problems_of_blend(data.blend, f"eval.data.{name}.blend")
+        held_out = _packed_with(data)
+        if training is None or held_out is None:
+            continue
+        if held_out[:2] != training[:2]:
             yield (
                 f"eval.data.{name} was packed with another tokenizer than the training's data; pack it "
                 "with the same one"
             )
+        elif config.data.document_masks and held_out[2] != training[2]:
+            yield other_separator(name, held_out[2], training[2])
 
 
 def rule_best_by_eval(config: Config, _: Situation) -> Iterator[str]:
@@ -71,8 +77,10 @@ def _paths(data: DataConfig) -> list[str]:
     return [path for path in (data.path, *(part.path for part in data.blend)) if path is not None]
 
 
-def _tokenizer_of(data: DataConfig) -> tuple[str, str] | None:
-    """Return name and checksum of what made the tokens; None where no index can be read here."""
+def _packed_with(data: DataConfig) -> tuple[str, str, int] | None:
+    """Return name and checksum of what made the tokens, and the token that ends documents; None where no
+    index can be read here.
+    """
     if data.source == Source.stdlib:
         return _BYTES
     for path in _paths(data):
@@ -83,5 +91,6 @@ def _tokenizer_of(data: DataConfig) -> tuple[str, str] | None:
             index = None
         if index is not None:
             # Of a file alone its content counts: it may have another name.
-            return ("" if index.tokenizer_sha256 else index.tokenizer, index.tokenizer_sha256)
+            name = "" if index.tokenizer_sha256 else index.tokenizer
+            return name, index.tokenizer_sha256, index.separator_id
     return None

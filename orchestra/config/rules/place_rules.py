@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from conf.schema import Config, Device, LauncherName, Offload, PrecisionName, Requeue, Source, StateDType
+from conf.schema import (
+    BlendPart,
+    Config,
+    Device,
+    LauncherName,
+    Offload,
+    PrecisionName,
+    Requeue,
+    Source,
+    StateDType,
+)
 from launchers.slurm.batch_script import option_problems, srun_option_problems
 from orchestra.config.keys import shown
 from orchestra.config.machine import Situation, world_size
@@ -21,6 +32,7 @@ from orchestra.data.token_files import (
     names_of_parts,
     read_index,
     token_file_prefix,
+    unlike_parts,
 )
 from orchestra.errors import EXIT_DONE, EXIT_STOPPED, ConfigError, DataError
 from orchestra.huggingface.folder import init_from_problems
@@ -289,6 +301,20 @@ def rule_data_files(config: Config, _: Situation) -> Iterator[str]:
         return
     for path in filter(None, (config.data.path, *(part.path for part in config.data.blend))):
         yield from problems_of_token_file(path, config, "data")
+    yield from problems_of_blend(config.data.blend, "data.blend")
+
+
+def problems_of_blend(parts: Sequence[BlendPart], key: str) -> Iterator[str]:
+    """Yield what keeps the parts of a blend from being read together, of those that lie here."""
+    known = []
+    for part in parts:
+        local = local_prefix(token_file_prefix(part.path))
+        # Another rule tells of an index that cannot be read.
+        with contextlib.suppress(DataError):
+            if local is not None:
+                known.append((f"{local}.bin", read_index(Path(f"{local}.json"))))
+    if known and (problem := unlike_parts(known, key)):
+        yield problem
 
 
 def problems_of_token_file(path: str, config: Config, section: str) -> Iterator[str]:

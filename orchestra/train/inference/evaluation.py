@@ -19,15 +19,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from conf.schema import Config, DataConfig, EvalConfig
-from orchestra.data.held_out import evaluates, held_out_data
+from orchestra.data.held_out import evaluates, held_out_data, other_separator
 from orchestra.data.order import Int64
-from orchestra.data.source import SampleSource, open_source
+from orchestra.data.source import SampleSource, open_source, separator_of
 from orchestra.errors import DataError
 from orchestra.model.loss import IGNORED_TARGET
 from orchestra.model.transformer import Transformer
 from orchestra.parallel.apply import Parallelized
 from orchestra.parallel.mesh import Mesh
 from orchestra.parallel.pipeline.passes import Pipeline
+from orchestra.plugins import is_plugin
 from orchestra.run.events import EventWriter
 from orchestra.run.metrics_file import eval_column
 from orchestra.sizes.topology import BatchShape
@@ -144,7 +145,12 @@ def _chosen(source: SampleSource, limit: int | None) -> Int64:
 def open_held_out(sources: Mapping[str, DataConfig], config: Config) -> dict[str, SampleSource]:
     """Open the sources of `held_out_data`. Raises DataError where the model cannot read one."""
     opened = {}
+    ours = separator_of(config.data) if config.data.document_masks else None
     for name, data in sources.items():
+        theirs = None if ours is None or is_plugin(data.source) else separator_of(data)
+        if ours is not None and theirs is not None and theirs != ours:
+            # Where the index is a local file, the rules have checked this before anything started.
+            raise DataError(other_separator(name, theirs, ours))
         source = open_source(data, config.train.seq_len, held_out=True)
         if source.vocab_size > config.model.vocab_size:
             raise DataError(

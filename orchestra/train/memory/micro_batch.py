@@ -88,8 +88,11 @@ def choose_micro_batch_size(config: Config, mesh: Mesh, ranks: RankEnvironment) 
     batch_shape(_with_size(config, 1).train, mesh.layout.dp)
     share = rank_share(config.train, mesh.layout.dp)
     # A pipeline whose ranks wait for most of a step is no choice, whatever fits.
-    stages = pipeline_shape(config.parallelism).num_stages if mesh.layout.pp > 1 else 0
-    sizes = [size for size in divisors(share) if share // size >= 2 * stages] or [1]
+    least = 2 * pipeline_shape(config.parallelism).num_stages if mesh.layout.pp > 1 else 1
+    if config.train.noise_scale_every is not None and mesh.layout.dp == 1:
+        # Nor is one that leaves the noise of gradients nothing to compare a micro-batch with.
+        least = max(least, 2)
+    sizes = [size for size in divisors(share) if share // size >= least] or [1]
     with _fake_mesh(mesh) as fake_mesh:
         if mesh.device.type == "cuda":
             return _chosen_on_gpu(config, fake_mesh, sizes, _GPU_SHARE / mesh.ranks_on_device)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from conf.schema import Config, Source
+from conf.schema import BlendPart, Config, DataConfig, Source
 from orchestra.cli import main
 from orchestra.config.compose import compose
 from orchestra.config.machine import Situation
+from orchestra.config.rules.place_rules import rule_data_files
 from orchestra.data.held_out import HELD_OUT, held_out_data
-from orchestra.errors import ConfigError
+from orchestra.data.token_files import index_text, read_index
+from orchestra.errors import ConfigError, DataError
+from orchestra.train.inference.evaluation import open_held_out
 
 RUN = Situation(verb="run")
 
@@ -83,3 +87,33 @@ def test_a_metric_is_one_of_the_held_out_losses() -> None:
     best = ("eval.every_steps=5", "run.metric=eval/held_out/loss", "checkpoint.keep_best=1")
     assert "no multiple of eval.every_steps=5" in problems(*best, "checkpoint.every_steps=12")
     assert config_of(*best, "checkpoint.every_steps=10").checkpoint.every_steps == 10
+
+
+def test_documents_that_another_token_ends_are_refused_before_anything_starts(
+    packed: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    Path(f"{other}.bin").write_bytes(Path(f"{packed}.bin").read_bytes())
+    index = replace(read_index(Path(f"{packed}.json")), separator_id=10)
+    Path(f"{other}.json").write_text(index_text(index))
+    # Of a blend always, as where its files are opened.
+    parts = [BlendPart(str(packed)), BlendPart(str(other))]
+    (problem,) = rule_data_files(Config(data=DataConfig(Source.tokens, blend=parts)), RUN)
+    assert "data.blend" in problem
+    assert "bytes (separator 256)" in problem
+    assert "bytes (separator 10)" in problem
+    tokens = ("data=tokens", f"data.path={packed}", "train.seq_len=16", "eval.every_steps=10")
+    mixed = f"eval.data={{mix:{{blend:[{{path:{packed}}},{{path:{other}}}]}}}}"
+    assert "eval.data.mix.blend: " in problems(*tokens, mixed)
+    # Of held-out data where the model goes by that token.
+    held_out = f"eval.data={{wiki:{{path:{other}}}}}"
+    config = config_of(*tokens, held_out)
+    assert list(open_held_out(held_out_data(config), config)) == ["wiki"]
+    assert "eval.data.wiki: token 10 ends its documents and 256" in problems(
+        *tokens, held_out, "data.document_masks=true"
+    )
+    masked = replace(config, data=replace(config.data, document_masks=True))
+    with pytest.raises(DataError, match="token 10 ends its documents and 256"):
+        open_held_out(held_out_data(masked), masked)
+    stdlib = ("eval.every_steps=10", "train.seq_len=16", "data.document_masks=true")
+    assert "eval.data.wiki: token 10 ends its documents and 256" in problems(*stdlib, held_out)
