@@ -18,7 +18,14 @@ WriteTokens = Callable[..., str]
 def write_tokens(tmp_path: Path) -> WriteTokens:
     """Return `write(name, tokens, vocab_size=…)`, which writes a token file and returns its prefix."""
 
-    def write(name: str, tokens: np.ndarray, *, vocab_size: int = 257, tokenizer_sha256: str = "") -> str:
+    def write(
+        name: str,
+        tokens: np.ndarray,
+        *,
+        vocab_size: int = 257,
+        separator_id: int | None = None,
+        tokenizer_sha256: str = "",
+    ) -> str:
         prefix = str(tmp_path / name)
         content = tokens.tobytes()
         block_bytes = 1000
@@ -28,7 +35,7 @@ def write_tokens(tmp_path: Path) -> WriteTokens:
             num_tokens=len(tokens),
             num_documents=1,
             vocab_size=vocab_size,
-            separator_id=vocab_size - 1,
+            separator_id=vocab_size - 1 if separator_id is None else separator_id,
             tokenizer="bytes",
             tokenizer_sha256=tokenizer_sha256,
             block_bytes=block_bytes,

@@ -127,7 +127,8 @@ def test_the_vocabulary_is_that_of_the_files_where_none_is_given(
     assert size(f"data.path={packed}") == 272
     assert size(f"data.path={large}.bin") == 2000
     assert size(f"data.path={odd}") == 2016
-    assert size(f"data.blend=[{{path: {packed}}},{{path: {large}}}]") == 2000
+    larger = write_tokens("larger", np.zeros(3000, dtype=np.uint16), vocab_size=2000, separator_id=256)
+    assert size(f"data.blend=[{{path: {packed}}},{{path: {larger}}}]") == 2000
     assert size(f"data.path={large}", "model.vocab_size=3000") == 3000
     assert size(f"data.path={large}", "model=llama_1b") == 128256
     with pytest.raises(ConfigError, match=r"model\.vocab_size=272 is below the 2000 tokens"):
