@@ -24,6 +24,7 @@ from orchestra.cli.text.resolve import add_directory_option, resolve_target
 from orchestra.config.machine import Situation, this_machine
 from orchestra.errors import EXIT_DONE, ConfigError
 from orchestra.report.run_state import name_of
+from orchestra.report.unwatched import stop_with_command
 from orchestra.run.config_file import plain_values, read_config
 from orchestra.run.paths import RunDir, SweepDir, read_sweep
 from orchestra.run.record import RunPhase
@@ -88,6 +89,7 @@ def run(arguments: Namespace) -> int:
 
     Raises ConfigError before anything is started, LaunchError when Slurm is silent.
     """
+    stop_with_command()
     target = resolve_target(arguments.run, arguments.dir)
     arguments.overrides = with_presets(arguments)
     if not isinstance(target, RunDir):
