@@ -32,6 +32,9 @@ run --config-dir nowhere {CFG} -> 2 is not a folder
 run --config-dir /{LONG} {CFG} -> 2 is not a folder
 run data=tokens data.path=/{LONG} --dry-run -> 2 data: /
 run checkpoint.dir=s3:// --dry-run -> 2 checkpoint.dir=s3:// names no bucket
+data pack nowhere.txt --output out -> 2 nowhere.txt: no such file
+data pack /{LONG} --output out -> 2 : cannot be read: File name too long
+data pack /dev/null --output out -> 2 /dev/null: is no file of bytes
 status /{LONG} -> 2 cannot be read: File name too long; give
 run --config-name train -> 2 experiment=NAME
 run --config-path x -> 2 --config-dir

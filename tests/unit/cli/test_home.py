@@ -160,7 +160,7 @@ def test_a_preset_of_this_machine_is_that_whatever_it_is_called(
     assert "#SBATCH" not in orchestra("resume", "first", *typed).out
     assert "on this machine" in orchestra("bench", "network", "experiment=demo", "--dry-run").out
     # It asks the cluster also for what it would submit.
-    assert "sinfo is not on" in orchestra("bench", "network", "cluster=lab", "--dry-run", code=1).err
+    assert "sinfo is not on" in orchestra("bench", "network", "cluster=lab", "--dry-run", code=EXIT_USAGE).err
 
 
 @pytest.mark.parametrize(
