@@ -9,7 +9,7 @@ import json
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
@@ -60,28 +60,19 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Measure, keep, print and return 0. Raises ConfigError before anything starts, LaunchError after."""
-    from orchestra.config.compose import compose
+    from orchestra.config.compose import chosen_launcher, compose
 
     overrides = with_home(arguments)
-    is_job = _wants_slurm(overrides)
-    if is_job and not any(override.startswith("cluster.nodes=") for override in overrides):
-        # The fewest that show what lies between nodes.
-        overrides.append("cluster.nodes=2")
-    if not is_job:
+    if chosen_launcher(overrides) is not LauncherName.slurm:
         config = compose(overrides, this_machine(_VERB, starts=not arguments.dry_run)).config
         return _here(config, arguments)
+    if not any(override.startswith("cluster.nodes=") for override in overrides):
+        # The fewest that show what lies between nodes.
+        overrides.append("cluster.nodes=2")
     site = replace(ask(), instead="measure here with cluster=local")
     config = compose(overrides, Situation(_VERB, cluster=site)).config
-    if config.cluster.launcher is LauncherName.local:
-        return _here(config, arguments)
     site.require()
     return _in_a_job(config, site, arguments)
-
-
-def _wants_slurm(overrides: Sequence[str]) -> bool:
-    chosen = ("cluster=", "+cluster=", "cluster.launcher=", "experiment=")
-    named = [override for override in overrides if override.startswith(chosen)]
-    return any(override.partition("=")[2] != "local" for override in named)
 
 
 def _here(config: Config, arguments: Namespace) -> int:

@@ -28,9 +28,6 @@ _NAME_WIDTH = 16
 _MARK_WIDTH = 7
 _WIDEST = 110
 
-# Overrides that choose a cluster.
-_CHOOSING = ("cluster=", "+cluster=", "cluster.launcher=", "experiment=")
-
 _EXPLAINED = """\
   orchestra doctor            this machine, and Slurm where its commands are
   orchestra doctor --nodes 2  also two nodes: one srun of some seconds
@@ -91,10 +88,12 @@ def _subject(arguments: Namespace, *, needs_slurm: bool) -> tuple[Subject, list[
     """
     try:
         from orchestra.cli.hydra_options import with_home
+        from orchestra.config.home import chooses_cluster
 
-        overrides = with_home(arguments)
-        is_chosen = any(override.startswith(_CHOOSING) for override in overrides)
-        asked_for = needs_slurm or is_chosen
+        overrides = with_home(arguments, "doctor")
+        is_chosen = any(map(chooses_cluster, overrides))
+        # The cluster of the user's home is that of other machines too, which need no Slurm.
+        asked_for = needs_slurm or any(map(chooses_cluster, arguments.overrides))
         if not is_chosen and (needs_slurm or shutil.which("sbatch") is not None):
             overrides = ["cluster=slurm", *overrides]
         subject = _configured(list(overrides))

@@ -71,11 +71,11 @@ def with_presets(arguments: Namespace) -> list[str]:
     return with_search_path(arguments.overrides, folders)
 
 
-def with_home(arguments: Namespace) -> list[str]:
-    """Return the overrides behind the user's own defaults, as `orchestra run` has them."""
+def with_home(arguments: Namespace, verb: str = "run") -> list[str]:
+    """Return the overrides behind the user's own defaults, as `orchestra run` has them, or another verb."""
     home = read_home()
     typed = with_search_path(arguments.overrides, [*(arguments.config_dir or ()), *home.searchpath])
-    return home.overrides(typed, "run")
+    return home.overrides(typed, verb)
 
 
 def answered(arguments: Namespace, verb: str) -> bool:
@@ -101,14 +101,24 @@ def answered(arguments: Namespace, verb: str) -> bool:
 
 
 def with_search_path(overrides: Sequence[str], folders: Sequence[str]) -> list[str]:
-    """Return overrides whose hydra.searchpath has `folders` after its own."""
+    """Return overrides whose hydra.searchpath has `folders` after its own; one that cannot be read stays as
+    it is, to be refused.
+    """
     if not folders:
         return list(overrides)
-    own = [text for text in overrides if text.startswith(_SEARCH_PATH)]
-    inside = own[-1].removeprefix(_SEARCH_PATH).strip("[]") if own else ""
-    quoted = ["'" + str(Path(folder).expanduser().absolute()).replace("'", "\\'") + "'" for folder in folders]
-    path = ",".join([*filter(None, [inside]), *quoted])
-    return [f"{_SEARCH_PATH}[{path}]", *(text for text in overrides if text not in own)]
+    own = [text for text in overrides if text.lstrip("+").startswith(_SEARCH_PATH)]
+    if own:
+        from orchestra.config.overrides import searched_folders
+
+        # The last one counts, as for any key.
+        named = searched_folders(own[-1])
+    else:
+        named = []
+    if named is None:
+        return list(overrides)
+    every = dict.fromkeys([*named, *(Path(folder).expanduser().absolute() for folder in folders)])
+    quoted = ",".join("'" + str(folder).replace("'", "\\'") + "'" for folder in every)
+    return [f"{_SEARCH_PATH}[{quoted}]", *(text for text in overrides if text not in own)]
 
 
 def _composed(overrides: list[str], verb: str) -> Composed:

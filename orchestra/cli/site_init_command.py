@@ -76,7 +76,8 @@ def run(arguments: Namespace) -> int:
 def _site(arguments: Namespace) -> tuple[str, str, bool]:
     """Return the site's name, the text of its file, and whether it is for this machine alone."""
     output: Path | None = arguments.output
-    chosen = arguments.name or (output.stem if output is not None else None)
+    of_output = None if output is None else output.stem
+    chosen = of_output if arguments.name is None else arguments.name
     if chosen is not None and (not chosen.strip() or "/" in chosen or chosen.startswith(".")):
         raise ConfigError(f"{chosen!r} is no name of a preset; use letters, digits and dashes, such as lab")
     where = f"Written by `orchestra site init` on {socket.gethostname()}, {time.strftime('%Y-%m-%d')}."

@@ -27,7 +27,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError
 
-from conf.schema import CheckpointConfig, Config, ModelConfig, Source
+from conf.schema import CheckpointConfig, Config, LauncherName, ModelConfig, Source
+from orchestra.config.home import chooses_cluster
 from orchestra.config.keys import shown
 from orchestra.config.machine import Situation, resolved, this_machine, tokens_per_step
 from orchestra.config.overrides import SEARCH_PATH, Checked, check_overrides
@@ -152,6 +153,22 @@ def merge(checked: Checked) -> tuple[Any, dict[str, str]]:
     if model is not None and "model.name" not in checked.keys and _inherits_name(checked.tree, model, whole):
         whole.model.name = model.rpartition("/")[2]
     return whole, presets
+
+
+def chosen_launcher(overrides: Sequence[str]) -> LauncherName | None:
+    """Return what starts the ranks where overrides choose a cluster, whatever its preset is called.
+
+    None where they choose none, and where what they choose is wrong: the check of the whole tells.
+    """
+    if not any(map(chooses_cluster, overrides)):
+        return None
+    checked = check_overrides(
+        [text for text in overrides if chooses_cluster(text) or _name(text) == SEARCH_PATH]
+    )
+    try:
+        return None if checked.problems else typed(merge(checked)[0]).cluster.launcher
+    except ConfigError:
+        return None
 
 
 def _inherits_name(tree: Tree, preset: str, values: Any) -> bool:
@@ -287,6 +304,8 @@ def said_twice(config: Config, keys: set[str]) -> list[str]:
 
 def in_one_line(error: Exception) -> str:
     """Return Hydra's message without the folders it looked in."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: cannot be read: {error.strerror}"
     lines = (line.strip() for line in str(error).partition("Config search path:")[0].splitlines())
     return "; ".join(line for line in lines if line) or type(error).__name__
 
@@ -348,14 +367,23 @@ def _tokens_problems(before: Config, after: Config) -> Iterator[str]:
         )
 
 
+# As many keys of one reason are told with their values: a preset of another model changes a dozen.
+_FEW = 3
+
+
 def _fixed_problems(before: Config, after: Config, fixed: Mapping[str, str]) -> Iterator[str]:
+    differing: dict[str, list[str]] = {}
     for name, reason in fixed.items():
-        old, new = attrgetter(name)(before), attrgetter(name)(after)
-        if old != new:
-            yield (
-                f"{name}={_shown(new)}: the run has {name}={_shown(old)} and keeps it, since {reason}; "
-                f"start a new run with `orchestra run` instead"
-            )
+        if attrgetter(name)(before) != attrgetter(name)(after):
+            differing.setdefault(reason, []).append(name)
+    for reason, names in differing.items():
+        end = f"since {reason}; start a new run with `orchestra run` instead"
+        if len(names) > _FEW:
+            yield f"{', '.join(names)}: the run has other values and keeps them, {end}"
+            continue
+        for name in names:
+            old, new = _shown(attrgetter(name)(before)), _shown(attrgetter(name)(after))
+            yield f"{name}={new}: the run has {name}={old} and keeps it, {end}"
 
 
 def _shown(value: Any) -> str:

@@ -17,7 +17,7 @@ from orchestra.errors import ConfigError
 
 FILE = "config.yaml"
 _EXAMPLE = "searchpath: [~/presets], cluster: lab, run_dir: /scratch/me/runs, wandb_entity: team"
-_CHOOSE_CLUSTER = ("cluster=", "+cluster=", "cluster.launcher=", "experiment=", "+experiment=")
+_CHOOSE_CLUSTER = ("cluster=", "cluster.launcher=", "experiment=")
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Home:
 
     # Folders with presets, as hydra.searchpath.
     searchpath: tuple[str, ...] = ()
-    # The preset that `submit` and `plan` take where no cluster is chosen.
+    # The preset that `submit`, `plan` and `doctor` take where no cluster is chosen.
     cluster: str | None = None
     # run.dir, and where the commands look for runs.
     run_dir: str | None = None
@@ -34,7 +34,7 @@ class Home:
     wandb_entity: str | None = None
 
     def overrides(self, typed: Sequence[str], verb: str) -> list[str]:
-        """Return what is typed for a verb (run, submit or plan) behind the defaults that it leaves open."""
+        """Return what is typed for a verb (run, submit, plan, doctor) behind the defaults it leaves open."""
         keys = {text.partition("=")[0].lstrip("+") for text in typed}
         ours = []
         if self.cluster is not None and verb != "run" and not any(map(chooses_cluster, typed)):
@@ -66,7 +66,7 @@ def read_home() -> Home:
     except (FileNotFoundError, NotADirectoryError):
         return Home()
     except (OSError, ValueError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
+        reason = " ".join(str(getattr(error, "strerror", None) or error).split())
         raise ConfigError(f"{file}: cannot be read: {reason}; repair it or remove it") from error
     if content is None:
         return Home()
@@ -104,7 +104,7 @@ def _problems(content: dict[Any, Any]) -> Iterator[str]:
 
 def chooses_cluster(text: str) -> bool:
     """Whether an override chooses a cluster, or an experiment that does."""
-    return text.startswith(_CHOOSE_CLUSTER)
+    return text.lstrip("+").startswith(_CHOOSE_CLUSTER)
 
 
 def _quoted(value: str) -> str:

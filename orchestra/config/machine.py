@@ -15,7 +15,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Protocol
 
-from conf.schema import Config, Device, LauncherName
+from conf.schema import Config, ContainerConfig, Device, LauncherName
 from orchestra.config.plugin_facts import plugin_facts
 from orchestra.data.held_out import mapped_paths
 from orchestra.errors import ConfigError
@@ -108,6 +108,19 @@ def absolute(path: str) -> str:
     return path if "://" in path or not path.strip() else os.path.abspath(os.path.expanduser(path))  # noqa: PTH100,PTH111  text, not files
 
 
+def _with_container_paths(container: ContainerConfig) -> ContainerConfig:
+    """Return a container whose image and mounts name no home as ~, which srun takes for a name.
+
+    What begins with ~ or a point is a path to Pyxis; another image may be a registry's.
+    """
+    image = container.image
+    if image is not None and image.startswith(("~", ".")):
+        image = absolute(image)
+    # SOURCE:TARGET:FLAGS
+    mounts = [":".join(map(os.path.expanduser, mount.split(":"))) for mount in container.mounts]
+    return replace(container, image=image, mounts=mounts)
+
+
 def _with_absolute_paths(config: Config) -> Config:
     data, model, checkpoint = config.data, config.model, config.checkpoint
     cluster = config.cluster
@@ -115,6 +128,7 @@ def _with_absolute_paths(config: Config) -> Config:
         cluster = replace(cluster, hardware=absolute(cluster.hardware))
     if cluster.time_limit is not None:
         cluster = replace(cluster, time_limit=as_slurm_time(cluster.time_limit))
+    cluster = replace(cluster, container=_with_container_paths(cluster.container))
     blend = [replace(part, path=absolute(part.path)) for part in data.blend]
     data = replace(
         data,

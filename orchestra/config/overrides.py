@@ -6,6 +6,7 @@ schema; those that are fine are handed on. It composes nothing.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -39,8 +40,11 @@ _NODE_RANGE = re.compile(r"cluster\.nodes=(?P<least>\d+)\.\.(?P<most>\d+)")
 _PLAIN = re.compile(r"[A-Za-z0-9_.+-]+")
 # What Hydra's parser says of a text that it cannot read.
 _GRAMMAR = re.compile(r"(?:[a-z ]+ input|token recognition error at:) '(?P<where>.+?)'(?: expecting .*)?")
-# A path in somebody's home, which is no word of Hydra's grammar: a value, or an element of a list or section.
-_HOME = re.compile(r"(?<=[=\[,:\s])~[^\s,:'\"\[\]{}()]*(?=$|[\s,\]}])")
+# What stands in quotes, or else a path in somebody's home, which is no word of Hydra's grammar: a value, or
+# an element of a list or section.
+_HOME = re.compile(
+    r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|(?P<home>(?<=[=\[,:\s])~[^\s,:'"\[\]{}()]*(?=$|[\s,\]}]))"""
+)
 # Groups that can be left out, and what then stands in their place: whoever deletes the watcher wants none.
 _LEFT_OUT = {
     **dict.fromkeys(("~wandb", "wandb=null", "wandb=none", "wandb=off", "wandb=false"), "wandb=disabled"),
@@ -82,27 +86,43 @@ class Parsed:
     refused: set[str]
 
 
-def parse_overrides(overrides: Sequence[str], loader: ConfigLoader | None = None) -> Parsed:
+def parse_overrides(
+    overrides: Sequence[str], loader: ConfigLoader | None = None, tree: Tree | None = None
+) -> Parsed:
     """Parse each override on its own; never raises for what a user wrote.
 
-    `loader` is asked for the presets that glob() matches.
+    `loader` is asked for the presets that glob() matches. `tree`: where presets lie; None: as the overrides
+    themselves say.
     """
     parsed = Parsed([], [], set())
     parser = OverridesParser.create()
     for text in _with_ranges(overrides):
         try:
-            override = parser.parse_override(_LEFT_OUT.get(text.strip()) or _with_homes(text))
+            override = parser.parse_override(_with_homes(text))
             override.config_loader = loader
             parsed.overrides.append(override)
         except (HydraException, ValueError, RecursionError) as error:
             parsed.problems.append(_unreadable(text, error))
             parsed.refused.add(_split(text)[0])
+    places = tree_of(parsed.overrides) if tree is None else tree
+    parsed.overrides[:] = [_or_in_its_place(override, places) for override in parsed.overrides]
     return parsed
+
+
+def _or_in_its_place(override: Override, tree: Tree) -> Override:
+    """Return an override, or what stands in the place of a group that it leaves out; a preset that is called
+    so (wandb/off.yaml) leaves nothing out.
+    """
+    text = str(override.input_line).strip()
+    instead = _LEFT_OUT.get(text)
+    if instead is None or (override.value() is not None and tree.file(text.replace("=", "/")) is not None):
+        return override
+    return OverridesParser.create().parse_override(instead)
 
 
 def _with_homes(text: str) -> str:
     """Return an override with ~/folder in quotes: a shell leaves it where a point stands before the =."""
-    return text if "'" in text or '"' in text else _HOME.sub(lambda match: f"'{match[0]}'", text)
+    return _HOME.sub(lambda match: f"'{match[0]}'" if match["home"] else match[0], text)
 
 
 def _with_ranges(overrides: Sequence[str]) -> Iterator[str]:
@@ -309,6 +329,11 @@ def _group_problems(override: Override, tree: Tree) -> Iterator[str]:
         meant = elsewhere or nearest(_preset(override), options)
         hint = f"did you mean {group}={meant}? There are" if meant else "there are"
         yield f"{group}={_preset(override)}: no such preset; {hint} {', '.join(options)}"
+    elif (hidden := tree.hidden_by_ours(f"{group}/{_preset(override)}")) is not None:
+        yield (
+            f"{group}={_preset(override)}: orchestra has a preset of this name, which is found first, and "
+            f"{hidden} would not be read; give that file another name"
+        )
 
 
 def chosen_twice(first: Override, override: Override) -> list[str]:
@@ -361,18 +386,27 @@ def _delete_problems(name: str, key: Key | None) -> Iterator[str]:
 
 
 def _search_path_problems(override: Override) -> Iterator[str]:
+    if override.is_delete() or override.value() is None:
+        yield f"{override.input_line}: give folders with YAML groups inside, or leave it out"
+        return
     for folder in _folders(override):
-        if not folder.is_dir():
+        if not os.path.isdir(folder):  # noqa: PTH112  false of a name that is too long, too
             yield f"{override.input_line}: {folder} is not a folder; give folders with YAML groups inside"
+        elif not os.access(folder, os.R_OK | os.X_OK):
+            yield f"{override.input_line}: {folder} cannot be read: Permission denied; leave it out"
 
 
 def tree_of(parsed: Sequence[Override]) -> Tree:
-    """Return the folders that overrides choose from: our own, then those of hydra.searchpath."""
-    folders = [own_folder()]
-    for override in parsed:
-        if override.key_or_group == SEARCH_PATH:
-            folders += _folders(override)
-    return Tree(tuple(folders))
+    """Return the folders that overrides choose from: our own, then those of the last hydra.searchpath."""
+    paths = [override for override in parsed if override.key_or_group == SEARCH_PATH]
+    return Tree((own_folder(), *(_folders(paths[-1]) if paths else ())))
+
+
+def searched_folders(text: str) -> list[Path] | None:
+    """Return the folders that an override of hydra.searchpath names; None where it cannot be read."""
+    parsed = parse_overrides([text]).overrides
+    is_readable = bool(parsed) and not parsed[0].is_sweep_override() and parsed[0].value() is not None
+    return _folders(parsed[0]) if is_readable else None
 
 
 def _folders(override: Override) -> list[Path]:

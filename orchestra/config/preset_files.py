@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -44,14 +45,27 @@ class Tree:
     folders: tuple[Path, ...]
 
     def options(self, group: str) -> list[str]:
-        """Return the presets of a group."""
-        files = (file for folder in self.folders for file in (folder / group).glob("*.yaml"))
-        return sorted({file.stem for file in files})
+        """Return the presets of a group, none of a folder that may not be read."""
+        found: set[str] = set()
+        for folder in self.folders:
+            with contextlib.suppress(OSError):
+                found |= {file.stem for file in (folder / group).glob("*.yaml")}
+        return sorted(found)
 
     def file(self, config_path: str) -> Path | None:
         """Return the file of a preset such as `model/debug`; None when it is not a file of the tree."""
         files = (folder / f"{config_path}.yaml" for folder in self.folders)
         return next((file for file in files if file.is_file()), None)
+
+    def hidden_by_ours(self, config_path: str) -> Path | None:
+        """Return the user's file of the name of one of our presets, which is not read; None where there is
+        none, or it says the same.
+        """
+        ours, *others = (folder / f"{config_path}.yaml" for folder in self.folders)
+        if not ours.is_file():
+            return None
+        said = ours.read_bytes()
+        return next((file for file in others if file.is_file() and file.read_bytes() != said), None)
 
 
 def own_folder() -> Path:

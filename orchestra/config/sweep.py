@@ -85,12 +85,12 @@ class Reader:
         return known
 
     def _read(self, text: str, is_swept: bool) -> OverrideValue:
-        parsed = parse_overrides([text])
+        parsed = parse_overrides([text], tree=self.tree)
         if not parsed.overrides:
             checked = Checked(tree=self.tree, problems=parsed.problems, refused=parsed.refused)
             return OverrideValue(text, next(iter(parsed.refused)), is_swept, checked)
         checked = self._checker.check(parsed.overrides)
-        accepted = tuple(parse_overrides(checked.accepted).overrides)
+        accepted = tuple(parse_overrides(checked.accepted, tree=self.tree).overrides)
         return OverrideValue(text, parsed.overrides[0].key_or_group, is_swept, checked, accepted)
 
 

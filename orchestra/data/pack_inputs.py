@@ -12,6 +12,7 @@ import json
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol, cast
 
 from orchestra.data.token_files import file_system
@@ -231,7 +232,16 @@ def _nothing(pattern: str) -> str:
     system, path = file_system(pattern)
     if system.isdir(path):
         return f"{pattern}: a folder without text; what is read ends in {_KNOWN}"
-    return f"{pattern}: no such file; give files, folders, patterns or URLs"
+    found = "no such file"
+    if "://" not in pattern:
+        try:
+            Path(path).stat()
+            found = "is no file of bytes"
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except OSError as error:
+            found = f"cannot be read: {error.strerror}"
+    return f"{pattern}: {found}; give files, folders, patterns or URLs"
 
 
 def _is_known(file: InputFile) -> bool:

@@ -1,12 +1,16 @@
-"""Members of a sweep on this machine whose command is gone, as by SIGKILL: what trained then trains on.
+"""Members of a sweep on this machine and the command that began them, which may be killed before they end.
 
-The command leaves a word in the environment of the members that it begins, and the begin of each of their
-attempts holds it. Told by `orchestra status SWEEP` and by whoever goes on with the sweep.
+The command leaves a word in the environment of the members that it begins. A member asks the kernel for
+SIGTERM when the command ends in whatever way, and stops with a checkpoint. The begin of each of its attempts
+holds the word too: one whose command ended before it had asked is told by `orchestra status SWEEP` and by
+whoever goes on with the sweep.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 from collections.abc import Iterable, Mapping
 
 from launchers import processes
@@ -16,6 +20,8 @@ from orchestra.run.files import Record
 from orchestra.run.paths import RunDir
 
 _VARIABLE = "ORCHESTRA_SWEEP_COMMAND"
+# <sys/prctl.h>
+_PR_SET_PDEATHSIG = 1
 
 
 def begun_by_this() -> dict[str, str]:
@@ -30,6 +36,15 @@ def beginner(environment: Mapping[str, str]) -> Record:
     if not pid.isdecimal():
         return {}
     return {"begun_by": {"pid": int(pid), "pid_started": int(started) if started.isdecimal() else None}}
+
+
+def stop_with_command() -> None:
+    """Have the kernel send SIGTERM to this process when the command ends that began it as a member of a
+    sweep, by whatever signal: SIGABRT, SIGQUIT and SIGKILL leave it no time to hand one on. Does nothing in
+    other processes. *Main thread only*, before training begins.
+    """
+    if beginner(os.environ).get("begun_by", {}).get("pid") == os.getppid():
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 def unwatched(members: Iterable[tuple[RunDir, RunState]]) -> list[RunDir]:

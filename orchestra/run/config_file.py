@@ -87,7 +87,9 @@ def read_config(path: Path) -> Config:
     """Read a frozen configuration. Raises ConfigError naming the file when it is not one of this version."""
     try:
         merged = OmegaConf.merge(writable_schema(), OmegaConf.load(path))
-    except (OmegaConfBaseException, YAMLError, OSError, ValueError) as error:
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except (OmegaConfBaseException, YAMLError, ValueError) as error:
         raise ConfigError(f"{path}: not a frozen configuration of this version: {error}") from error
     return cast(Config, OmegaConf.to_object(merged))
 

@@ -49,8 +49,11 @@ def write_atomically(path: Path, text: str, *, is_synced: bool = True) -> None:
                 file.flush()
                 os.fsync(file.fileno())
         draft.replace(path)
-    except BaseException:
+    except BaseException as error:
         draft.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            # Whoever reads it knows no draft.
+            error.filename = str(path)
         raise
 
 

@@ -26,6 +26,7 @@ from orchestra.cli.checkpoint.checkpoint_ls_command import (
 from orchestra.cli.text import figures
 from orchestra.data.token_files import local_prefix, read_index, token_file_prefix
 from orchestra.errors import EXIT_DONE, ConfigError, DataError, OrchestraError
+from orchestra.report.run_state import name_of
 
 if TYPE_CHECKING:
     from orchestra.huggingface.export import ExportPlan, ExportRequest
@@ -140,7 +141,7 @@ def _first_intact(
             raise DataError(f"the checkpoint of step {each} is damaged: {damage}; nothing was written")
         print(f"passed over step {each}: {damage}", file=sys.stderr)
     raise OrchestraError(
-        f"none of {place.run.name}'s {len(found)} checkpoints is intact; nothing was written"
+        f"none of {name_of(place.run)}'s {len(found)} checkpoints is intact; nothing was written"
     )
 
 

@@ -34,9 +34,10 @@ from checkpointing.retention import remove_off_line
 from checkpointing.storage import Storage, open_storage
 from conf.schema import Config
 from orchestra.cli.text import figures
+from orchestra.cli.text.describe import invocation
 from orchestra.cli.text.resolve import add_directory_option, resolve
 from orchestra.errors import EXIT_DONE, ConfigError, OrchestraError
-from orchestra.report.run_state import was_verified
+from orchestra.report.run_state import name_of, was_verified
 from orchestra.run.config_file import read_config
 from orchestra.run.events import is_number, read_events
 from orchestra.run.files import Record
@@ -171,7 +172,7 @@ def chosen_checkpoints(place: Place, step: int | None) -> list[StoredCheckpoint]
     """
     on, off = place.split()
     if not on:
-        raise OrchestraError(f"{place.run.name} has no checkpoint in {place.words}")
+        raise OrchestraError(f"{name_of(place.run)} has no checkpoint in {place.words}")
     if step is None:
         return on[::-1]
     found = [checkpoint for checkpoint in on if checkpoint.step == step]
@@ -183,7 +184,7 @@ def chosen_checkpoints(place: Place, step: int | None) -> list[StoredCheckpoint]
             (f" that counts ({each.words})" for each in off if each.checkpoint.step == step), " of it"
         )
         raise ConfigError(
-            f"STEP {step}: {place.run.name} has no checkpoint{void}; there are {earlier}{listed}"
+            f"STEP {step}: {name_of(place.run)} has no checkpoint{void}; there are {earlier}{listed}"
         )
     return found
 
@@ -213,7 +214,7 @@ def run(arguments: Namespace) -> int:
     elif rows:
         _print_table(place, rows)
     else:
-        print(f"{place.run.name} has no checkpoint in {place.words}; {_when_one_is_due(place)}")
+        print(f"{name_of(place.run)} has no checkpoint in {place.words}; {_when_one_is_due(place)}")
     return EXIT_DONE
 
 
@@ -279,7 +280,7 @@ def _print_table(place: Place, rows: list[dict[str, Any]]) -> None:
         elif row["damage"] is not None:
             lines += figures.wrapped(f"step {row['step']} is damaged: {row['damage']}", indent="  ")
     lines += figures.wrapped(
-        f"manifests and sizes were checked now; `orchestra checkpoint verify {place.run.name}` reads all"
+        f"manifests and sizes were checked now; `{invocation('checkpoint verify', place.run)}` reads all"
     )
     print("\n".join(lines))
 

@@ -16,6 +16,7 @@ from typing import Any
 from orchestra.cli.checkpoint.checkpoint_ls_command import Place, chosen_checkpoints, explained, first_look
 from orchestra.config.plugin_facts import import_path
 from orchestra.errors import DataError, OrchestraError
+from orchestra.report.run_state import name_of
 from orchestra.run.record import fallback_place
 
 # The module's own.
@@ -54,7 +55,7 @@ def ask(place: Place, step: int | None, act: str, request: Mapping[str, Any]) ->
         if step is not None:
             raise DataError(f"the checkpoint of step {step} is damaged: {damage}")
         print(f"passed over step {checkpoint.step}: {damage}", file=sys.stderr)
-    raise OrchestraError(f"none of {place.run.name}'s {len(found)} checkpoints is intact")
+    raise OrchestraError(f"none of {name_of(place.run)}'s {len(found)} checkpoints is intact")
 
 
 def _run(request: Mapping[str, Any], path: str) -> subprocess.CompletedProcess[str]:

@@ -16,7 +16,7 @@ from orchestra.cli.text.resolve import add_directory_option, resolve
 from orchestra.errors import EXIT_DONE, ConfigError
 from orchestra.recovery.history import attempt_of, last_attempt
 from orchestra.recovery.incidents import first_failure
-from orchestra.report.run_state import RunState, read_state
+from orchestra.report.run_state import RunState, name_of, read_state
 from orchestra.report.scheduler import job_logs, newest_job, with_scheduler
 from orchestra.run.events import read_events
 from orchestra.run.paths import RunDir
@@ -168,7 +168,7 @@ def _missing(run: RunDir, attempt: int, missing: list[Path]) -> str:
     folder = run.attempt_logs(attempt)
     if not folder.is_dir():
         attempts = ", ".join(sorted(path.name for path in run.logs.glob("attempt-*"))) or "none"
-        return f"{run.name} has no logs of attempt {attempt}; found: {attempts}"
+        return f"{name_of(run)} has no logs of attempt {attempt}; found: {attempts}"
     present = ", ".join(sorted(path.name for path in folder.iterdir()))
     return f"{shown(missing[0])} does not exist; attempt {attempt} has {present}"
 

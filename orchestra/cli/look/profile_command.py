@@ -15,7 +15,7 @@ from orchestra.cli.text.describe import invocation, shown
 from orchestra.cli.text.resolve import add_directory_option, resolve
 from orchestra.errors import EXIT_DONE, EXIT_FAILED, ConfigError
 from orchestra.recovery.history import Attempt, newest_attempt
-from orchestra.report.run_state import read_state
+from orchestra.report.run_state import name_of, read_state
 from orchestra.run.control.profile_requests import MOST_RANKS, MOST_STEPS, ProfileRequest, write_request
 from orchestra.run.events import is_whole, read_events
 from orchestra.run.files import Record
@@ -108,7 +108,7 @@ def _problem(run: RunDir, asked: ProfileRequest, deadline: float) -> str | None:
     """Return why it is no longer waited for; None while it is."""
     newest = newest_attempt(read_events(run))
     if read_state(run, time.time()).state is not RunPhase.running:
-        return f"{run.name} ended before it was traced; `{invocation('why', run)}` tells why"
+        return f"{name_of(run)} ended before it was traced; `{invocation('why', run)}` tells why"
     if newest is not None and newest.number != asked.attempt:
         return f"attempt {asked.attempt} ended before it was traced, and {newest.number} trains; ask again"
     if time.monotonic() > deadline:

@@ -24,6 +24,7 @@ from orchestra.cli.text.resolve import add_directory_option, resolve_target
 from orchestra.config.machine import Situation, this_machine
 from orchestra.errors import EXIT_DONE, ConfigError
 from orchestra.report.run_state import name_of
+from orchestra.report.unwatched import stop_with_command
 from orchestra.run.config_file import plain_values, read_config
 from orchestra.run.paths import RunDir, SweepDir, read_sweep
 from orchestra.run.record import RunPhase
@@ -88,6 +89,7 @@ def run(arguments: Namespace) -> int:
 
     Raises ConfigError before anything is started, LaunchError when Slurm is silent.
     """
+    stop_with_command()
     target = resolve_target(arguments.run, arguments.dir)
     arguments.overrides = with_presets(arguments)
     if not isinstance(target, RunDir):
@@ -99,8 +101,10 @@ def run(arguments: Namespace) -> int:
 
 
 def _resume_sweep(arguments: Namespace, sweep: SweepDir) -> int:
-    on_cluster = _typed_place(arguments.overrides)
-    if bool(read_sweep(sweep).arrays) if on_cluster is None else on_cluster:
+    from orchestra.config.compose import chosen_launcher
+
+    launcher = chosen_launcher(arguments.overrides)
+    if bool(read_sweep(sweep).arrays) if launcher is None else launcher is LauncherName.slurm:
         return resume_sweep(arguments, sweep)
     from orchestra.cli.run.sweep_here import resume_sweep_here
 
@@ -108,18 +112,11 @@ def _resume_sweep(arguments: Namespace, sweep: SweepDir) -> int:
 
 
 def goes_to_cluster(run: RunDir, overrides: Sequence[str]) -> bool:
-    """Tell whether a run is to go on in Slurm: as typed, else where it was frozen for."""
-    on_cluster = _typed_place(overrides)
-    return (
-        read_config(run.config).cluster.launcher is LauncherName.slurm if on_cluster is None else on_cluster
-    )
+    """Tell whether a run is to go on in Slurm: as the cluster does that is typed, else as it was frozen."""
+    from orchestra.config.compose import chosen_launcher
 
-
-def _typed_place(overrides: Sequence[str]) -> bool | None:
-    """Tell whether overrides choose a cluster (True) or this machine; None where they say neither."""
-    typed = [override.lstrip("+").partition("=") for override in overrides]
-    places = [value for key, _, value in typed if key in ("cluster", "cluster.launcher")]
-    return places[-1] != LauncherName.local.value if places else None
+    launcher = chosen_launcher(overrides) or read_config(run.config).cluster.launcher
+    return launcher is LauncherName.slurm
 
 
 def _planned(

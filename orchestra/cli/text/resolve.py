@@ -12,6 +12,7 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 
+from orchestra.cli.text.figures import number_of
 from orchestra.config.home import run_folder
 from orchestra.errors import ConfigError
 from orchestra.report.run_state import is_run
@@ -87,7 +88,8 @@ def resolve(text: str, parent: Path, *, takes_dir: bool = True) -> RunDir:
     names = [f"{target.name}/{member.index:03d}" for member in members]
     listed = ", ".join(names if len(names) <= _NEAREST else [*names[:2], "…", names[-1]])
     raise ConfigError(
-        f"RUN {text}: {target.name} is a sweep of {len(members)} runs; name one of them: {listed} "
+        f"RUN {text}: {target.name} is a sweep of {number_of(len(members), 'run')}; "
+        f"name one of them: {listed} "
         f"(`orchestra status {target.name}` lists them)"
     )
 
@@ -99,6 +101,14 @@ def resolve_target(text: str, parent: Path, *, takes_dir: bool = True) -> Target
     """
     if not text.strip():
         raise ConfigError("RUN is empty; give a run's name, the unique start of one, or its directory")
+    try:
+        return _meant(text, parent, takes_dir)
+    except OSError as error:
+        reason = f"cannot be read: {error.strerror}"
+        raise ConfigError(f"RUN {text}: {reason}; give a run's name or its directory") from error
+
+
+def _meant(text: str, parent: Path, takes_dir: bool) -> Target:
     path = Path(text).expanduser()
     is_path = path.is_absolute() or len(path.parts) > 1 or text.startswith(".")
     if not is_path:
@@ -130,8 +140,9 @@ def _named(text: str, parent: Path, takes_dir: bool) -> Target:
         advice = "pass --dir if they lie elsewhere" if takes_dir else "give its path if it lies elsewhere"
         raise ConfigError(f"RUN {text}: there is no run in {parent}; {advice}")
     names = [target.name for target in targets]
-    near = difflib.get_close_matches(text, names, n=_NEAREST, cutoff=0.3) or names[:_NEAREST]
-    raise ConfigError(f"RUN {text}: no run in {parent} has this name; the nearest are {', '.join(near)}")
+    near = difflib.get_close_matches(text, names, n=_NEAREST, cutoff=0.3)
+    listed = f"nearest are {', '.join(near)}" if near else f"newest are {', '.join(names[:_NEAREST])}"
+    raise ConfigError(f"RUN {text}: no run in {parent} has this name; the {listed}")
 
 
 def _matching(text: str, targets: Sequence[Target]) -> list[Target]:

@@ -96,6 +96,8 @@ def _place_problems(key: str, place: str | None, situation: Situation) -> Iterat
     if place is None or not place.strip():
         return
     protocols = place.rpartition("://")[0].split("::") if "://" in place else []
+    if protocols and not place.rpartition("://")[2].strip("/"):
+        yield f"{key}={place} names no bucket; give a folder in one, such as {place.rstrip('/')}//bucket/runs"
     for protocol in protocols:
         yield from _protocol_problems(f"{key}={place}", protocol.partition("://")[0])
     folder = local_folder(place)

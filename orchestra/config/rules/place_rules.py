@@ -325,7 +325,11 @@ def problems_of_token_file(path: str, config: Config, section: str) -> Iterator[
     if local is None:
         return
     binary, index_file = Path(f"{local}.bin"), Path(f"{local}.json")
-    missing = [str(name) for name in (binary, index_file) if not name.is_file()]
+    try:
+        missing = [str(name) for name in (binary, index_file) if not name.is_file()]
+    except OSError as error:
+        yield f"{section}: {error.filename}: cannot be read: {error.strerror}; give files that you may read"
+        return
     if missing:
         yield f"{section}: no file {' and no file '.join(missing)}; write them with `orchestra data pack`"
         return

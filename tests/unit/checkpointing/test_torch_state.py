@@ -166,10 +166,8 @@ def test_ddp_saves_for_a_plain_model_and_partial_sums_are_refused(tmp_path: Path
     assert train(other, its_optimizer, range(2, 4)) == train(model, optimizer, range(2, 4))
 
 
-def start(
-    folder: Path, world_size: int, steps: int, program: str = "my_loop.py"
-) -> list[subprocess.Popen[str]]:
-    """Start the ranks of a program; what rank 0 prints is piped."""
+def start(folder: Path, world_size: int, steps: int) -> list[subprocess.Popen[str]]:
+    """Start the ranks of the page's loop; what rank 0 prints is piped."""
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
     environment = {**os.environ, **place, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return [
@@ -185,9 +183,13 @@ def start(
 
 
 def printed(ranks: list[subprocess.Popen[str]]) -> str:
+    """Return what rank 0 printed to its end. gloo may abort a rank that has done everything and is about to
+    end, as the page says: whether all was done the caller sees from what is printed and saved.
+    """
     try:
-        output, _ = ranks[0].communicate(timeout=100)
-        assert [rank.wait(100) for rank in ranks] == [0] * len(ranks), output
+        # Importing torch takes each of three ranks a minute on a machine with ten times its work.
+        output, _ = ranks[0].communicate(timeout=200)
+        assert {rank.wait(200) for rank in ranks} <= {0, -signal.SIGABRT}, output
     finally:
         for rank in ranks:
             rank.kill()
@@ -211,7 +213,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 """
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_the_page_s_loop_is_killed_and_goes_on_with_other_numbers_of_ranks(
     tmp_path: Path, orchestra: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,10 +241,13 @@ def test_the_page_s_loop_is_killed_and_goes_on_with_other_numbers_of_ranks(
     assert imported.state_digest == catalog.read_manifest(storage, with_dcp).state_digest
     on_three = printed(start(tmp_path, 3, saved + 5))
     assert f"begins after step {saved}, {24 * saved} samples" in on_three
+    assert max(catalog.committed_steps(storage)) == saved + 5
     Path("checkpoints").rename("restored")
     Path("imported").rename("checkpoints")
     alone = printed(start(tmp_path, 1, saved + 5))
     assert f"begins after step {with_dcp}, {24 * with_dcp} samples" in alone
     parts, whole = losses(on_three), losses(alone)
     assert sorted(parts) == list(range(saved + 1, saved + 6))
+    assert sorted(whole) == list(range(with_dcp + 1, saved + 6))
+    assert max(catalog.committed_steps(open_storage("checkpoints"))) == saved + 5
     assert parts == pytest.approx({step: whole[step] for step in parts}, rel=1e-4)

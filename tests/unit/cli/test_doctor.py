@@ -83,6 +83,21 @@ def test_what_is_missing_fails_with_advice(
 
 
 @pytest.mark.usefixtures("_quick")
+def test_the_cluster_of_the_home_is_checked_and_asks_for_no_slurm_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, orchestra: CommandLine
+) -> None:
+    monkeypatch.setenv("ORCHESTRA_CONFIG_DIR", str(tmp_path / "home"))
+    (tmp_path / "home" / "cluster").mkdir(parents=True)
+    (tmp_path / "home" / "config.yaml").write_text(f"searchpath: [{tmp_path}/home]\ncluster: lab\n")
+    preset = "launcher: slurm\nnetwork: {interface: nowhere0}\n"
+    (tmp_path / "home" / "cluster" / "lab.yaml").write_text(preset)
+    found = findings(orchestra)
+    assert ("nowhere0" in found["ports"]["found"], found["slurm"]["mark"]) == (True, "note")
+    assert "nowhere0" not in findings(orchestra, "cluster=local")["ports"]["found"]
+    assert findings(orchestra, "cluster=lab", code=1)["slurm"]["mark"] == "failed"
+
+
+@pytest.mark.usefixtures("_quick")
 def test_wrong_override_ends_with_2(orchestra: CommandLine) -> None:
     orchestra("doctor", "cluster.nods=2", code=2)
     orchestra("doctor", "--nodes", "0", code=2)

@@ -15,6 +15,7 @@ from orchestra.config.keys import find_key
 from orchestra.errors import EXIT_DONE, EXIT_USAGE
 
 CFG = "--cfg job"
+LONG = "long" * 70
 # What is typed -> the exit code, and words of what is printed or, where it is refused, of the error.
 TABLE = f"""
 run --cfg job -> 0 hidden_size: 128
@@ -28,6 +29,13 @@ plan --cfg job -p cluster.hardware -> 0 h100
 run --config-dir PRESETS model=mine {CFG} -p model.hidden_size -> 0 64
 plan --config-dir PRESETS model=mine {CFG} -p model.hidden_size -> 0 64
 run --config-dir nowhere {CFG} -> 2 is not a folder
+run --config-dir /{LONG} {CFG} -> 2 is not a folder
+run data=tokens data.path=/{LONG} --dry-run -> 2 data: /
+run checkpoint.dir=s3:// --dry-run -> 2 checkpoint.dir=s3:// names no bucket
+data pack nowhere.txt --output out -> 2 nowhere.txt: no such file
+data pack /{LONG} --output out -> 2 : cannot be read: File name too long
+data pack /dev/null --output out -> 2 /dev/null: is no file of bytes
+status /{LONG} -> 2 cannot be read: File name too long; give
 run --config-name train -> 2 experiment=NAME
 run --config-path x -> 2 --config-dir
 run --hydra-help -> 2 orchestra config

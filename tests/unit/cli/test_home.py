@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -12,14 +14,19 @@ from pathlib import Path
 import pytest
 from support.command_line import CommandLine
 
-from orchestra.config.compose import compose
+from orchestra.config.compose import compose, in_one_line
 from orchestra.config.machine import Situation
+from orchestra.config.preset_files import own_folder
 from orchestra.errors import EXIT_USAGE
 from orchestra.run.config_file import write_config
+from orchestra.run.events import EventWriter
+from orchestra.run.files import write_atomically
 from orchestra.run.paths import RunDir
 from orchestra.run.run_folders import index_folder, remember, remembered
 
 _ROOT = Path(__file__).resolve().parents[3]
+# <sys/prctl.h>
+_PR_SET_PDEATHSIG, _PR_GET_PDEATHSIG = 1, 2
 
 
 @pytest.fixture
@@ -77,6 +84,86 @@ def test_every_verb_with_overrides_finds_the_presets_of_the_home(
 
 
 @pytest.mark.parametrize(
+    "typed",
+    ["hydra.searchpath={}", "hydra.searchpath=[{}]", "hydra.searchpath=['{}']", "+hydra.searchpath=[{}]"],
+)
+def test_folders_of_presets_add_up_however_they_are_written(
+    typed: str, home: Path, orchestra: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(home.parent))
+    for place, text in {
+        "typed/optim": "lr: 0.5",
+        "option/train": "steps: 77",
+        "own/model": "hidden_size: 64",
+    }.items():
+        (home.parent / place).mkdir(parents=True)
+        (home.parent / place / "mine.yaml").write_text(f"{text}\n")
+    home.write_text("searchpath: [~/own]\n")
+    words = [typed.format("~/typed"), "--config-dir", "~/option", "optim=mine", "train=mine", "model=mine"]
+    shown = orchestra("run", *words, "--cfg", "job").out
+    assert all(text in shown for text in ("lr: 0.5\n", "steps: 77\n", "hidden_size: 64\n"))
+
+
+def test_a_search_path_that_cannot_be_read_is_refused_as_it_was_typed(
+    home: Path, orchestra: CommandLine
+) -> None:
+    Path("mine").mkdir()
+    for typed in ("hydra.searchpath=[~/mine", "~hydra.searchpath", "hydra.searchpath=null"):
+        said = orchestra("run", typed, "--config-dir", "mine", "--cfg", "job", code=EXIT_USAGE).err
+        assert said.startswith(f"error: {typed}: ")
+        assert said.count("error:") == 1
+
+
+def test_orchestra_s_presets_are_found_first_and_hide_none_unsaid(home: Path, orchestra: CommandLine) -> None:
+    for file, text in {
+        # Other words for a preset of ours are no names of ours.
+        "wandb/off.yaml": "mode: disabled\nproject: mine\n",
+        "wandb/offline.yaml": "mode: offline\nproject: mine\n",
+        "model/debug.yaml": (own_folder() / "model" / "debug.yaml").read_text(),
+    }.items():
+        place = home.parent / "presets" / file
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(text)
+    home.write_text(f"searchpath: [{home.parent}/presets]\n")
+    show = ("--cfg", "job", "-p", "wandb.project")
+    assert orchestra("run", "wandb=off", *show).out == "mine\n"
+    assert orchestra("run", "~wandb", *show).out == "orchestra\n"
+    assert "wandb=off" in orchestra("run", "-m", "wandb=off,disabled", "train.seed=1,2", "--dry-run").out
+    for verb in (["run"], ["run", "-m"]):
+        said = orchestra(*verb, "wandb=offline", "--dry-run", code=EXIT_USAGE).err
+        assert f"{home.parent}/presets/wandb/offline.yaml would not be read" in said
+    # The same words: nothing is hidden.
+    orchestra("run", "model=debug", *show)
+
+
+def test_a_preset_of_this_machine_is_that_whatever_it_is_called(
+    home: Path, orchestra: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(home.parent))
+    (home.parent / "presets" / "cluster").mkdir(parents=True)
+    for name, text in (("desk", "launcher: local\ngpus_per_node: 2\n"), ("lab", "launcher: slurm\n")):
+        (home.parent / "presets" / "cluster" / f"{name}.yaml").write_text(f"{text}device: cpu\n")
+    home.write_text(f"searchpath: [{home.parent}/presets]\n")
+    run = made(Path("runs", "first"))
+    write_config(run.config, compose(["run.name=first"], Situation("run", num_gpus=0)).config)
+    agent = EventWriter(run, "attempt-000.node-000", 0, node=0)
+    agent.write("attempt_started", node=0, nodes=1)
+    agent.write("failed", node=0, code=1, cause="x")
+    for words in (["resume", "first"], ["rehearse", "first"], ["bench", "network"]):
+        here = orchestra(*words, "cluster=desk", "--dry-run").out
+        assert "#SBATCH" not in here
+        assert "2 ranks" in here or "2 cpu ranks on this machine" in here
+        if words != ["bench", "network"]:
+            typed = ("cluster=lab", "cluster.gpus_per_node=2", "--dry-run")
+            assert "#SBATCH" in orchestra(*words, *typed).out
+    typed = ("cluster=lab", "cluster.launcher=local", "--dry-run")
+    assert "#SBATCH" not in orchestra("resume", "first", *typed).out
+    assert "on this machine" in orchestra("bench", "network", "experiment=demo", "--dry-run").out
+    # It asks the cluster also for what it would submit.
+    assert "sinfo is not on" in orchestra("bench", "network", "cluster=lab", "--dry-run", code=EXIT_USAGE).err
+
+
+@pytest.mark.parametrize(
     ("text", "words"),
     [
         ("clustr: lab", "clustr: no such key; did you mean cluster?"),
@@ -95,6 +182,40 @@ def test_a_mistake_in_the_home_is_told_with_its_file(
     error = orchestra("run", "--dry-run", code=EXIT_USAGE).err
     assert f"error: {home}: " in error
     assert words in error
+
+
+def test_what_cannot_be_read_or_written_is_told_by_its_own_name(home: Path, orchestra: CommandLine) -> None:
+    run = made(Path("runs", "first"))
+    run.config.mkdir()
+    said = orchestra("resume", "first", "--dry-run", code=EXIT_USAGE).err
+    assert said == f"error: {run.config.absolute()}: cannot be read: Is a directory\n"
+    with pytest.raises(OSError, match="Is a directory") as raised:
+        write_atomically(run.config, "")
+    assert raised.value.filename == str(run.config)
+    closed = PermissionError(13, "Permission denied", "/presets/model/mine.yaml")
+    assert in_one_line(closed) == "/presets/model/mine.yaml: cannot be read: Permission denied"
+    home.mkdir()
+    said = orchestra("run", "--dry-run", code=EXIT_USAGE).err
+    assert said == f"error: {home}: cannot be read: Is a directory; repair it or remove it\n"
+
+
+def test_a_member_of_a_sweep_asks_to_be_stopped_when_its_command_ends(
+    home: Path, orchestra: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prctl, wish = ctypes.CDLL(None).prctl, ctypes.c_int()
+
+    def wished(beginner: int) -> int:
+        monkeypatch.setenv("ORCHESTRA_SWEEP_COMMAND", f"{beginner}:1")
+        orchestra("resume", "nothing", code=EXIT_USAGE)
+        prctl(_PR_GET_PDEATHSIG, ctypes.byref(wish))
+        return wish.value
+
+    try:
+        # A shell that a member began is no member.
+        assert wished(os.getpid()) == 0
+        assert wished(os.getppid()) == signal.SIGTERM
+    finally:
+        prctl(_PR_SET_PDEATHSIG, 0)
 
 
 def test_xdg_config_home_holds_the_home_too(

@@ -162,6 +162,7 @@ def test_what_names_no_run_is_refused_with_what_there_is(runs: Path) -> None:
     for text, message in (
         ("debug", r"2 runs have names that start so: .*debug-1.*type more"),
         ("lama-a", "nearest are llama-a"),
+        ("日本", "newest are "),
         (str(runs / "notes"), r"neither run\.json"),
         ("./nothing", "does not exist"),
     ):

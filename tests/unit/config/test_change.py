@@ -73,7 +73,7 @@ def test_free_keys_are_set_and_deleted(frozen: Config) -> None:
     ("override", "words"),
     [
         ("model.hidden_size=256", ["model.hidden_size=256", "hidden_size=128", "hold this model"]),
-        ("model=llama_125m", ["model.hidden_size=768", "keeps it"]),
+        ("model=llama_125m", ["model.name, model.hidden_size, model.inter", "keeps them, since the check"]),
         ("train.seed=1", ["train.seed=1", "train.seed=0", "samples"]),
         ("train.seq_len=128", ["train.seq_len=128", "train.seq_len=256"]),
         ("run.name=other", ["run.name=other", "run.name=mine", "records and checkpoints"]),
@@ -91,6 +91,8 @@ def test_what_would_break_the_run_is_refused_with_its_reason(
 ) -> None:
     found = problems(frozen, override)
     assert any(all(word in problem for word in words) for problem in found), found
+    # A preset of another model changes many keys for one reason.
+    assert len(found) <= 3
 
 
 def test_all_problems_come_together(frozen: Config) -> None:

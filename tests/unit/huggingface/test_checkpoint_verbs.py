@@ -87,7 +87,7 @@ def test_ls_lists_every_checkpoint_within_80_columns(run: RunDir, orchestra: Com
     assert header.split() == ["STEP", "SIZE", "AGE", "LAYOUT", "LOSS", "CHECKED"]
     assert [row.split()[0] for row in rows[:2]] == ["10", "20"]
     assert rows[1].split()[-2:] == ["2.8000", "sizes"]
-    assert "checkpoint verify llama-1" in out
+    assert "orchestra checkpoint verify llama-1` reads" in " ".join(out.split())
     assert max(len(line) for line in out.splitlines() if not line.startswith("in ")) <= 80
 
 

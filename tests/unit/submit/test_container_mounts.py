@@ -125,6 +125,14 @@ def test_submit_mounts_and_refuses(
     fallback = f"checkpoint.fallback_dir={tmp_path}/second"
     image = orchestra(*small, "run.dir=runs", fallback, "cluster.container.image=x").out
     assert f"--container-mounts={tmp_path}/runs:{tmp_path}/runs,{tmp_path}/second:{tmp_path}/second" in image
+    monkeypatch.setenv("HOME", str(tmp_path))
+    of_home = ("cluster.container.image=~/x.sqsh", "cluster.container.mounts=['~/data:~/data:ro', '~:/home']")
+    image = orchestra(*small, elsewhere, *of_home).out
+    assert f"--container-image={tmp_path}/x.sqsh" in image
+    assert f",{tmp_path}/data:{tmp_path}/data:ro,{tmp_path}:/home" in image
+    for name in ("nvcr.io/nvidia/pytorch:25.01", "docker://nvidia/pytorch"):
+        assert f"--container-image={name}" in orchestra(*small, f"cluster.container.image={name}").out
+    assert f"={tmp_path}/x.sqsh" in orchestra(*small, "cluster.container.image=./x.sqsh").out
     prefix = "cluster.container.prefix='apptainer exec x.sif'"
     bound = orchestra(*small, elsewhere, prefix).out
     runs = f"{tmp_path}/runs:{tmp_path}/runs"
