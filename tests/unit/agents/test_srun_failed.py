@@ -22,6 +22,7 @@ from launchers.node_group import NodeGroup, Order
 from orchestra.agents import srun_failed
 from orchestra.agents.agent import group_folder
 from orchestra.agents.context import END, REFUSE, START
+from orchestra.agents.srun_failed import Agents
 from orchestra.errors import LaunchError
 from orchestra.recovery.history import attempt_of
 from orchestra.recovery.incidents import node_verdict
@@ -302,3 +303,22 @@ def test_an_srun_is_left_alone_while_a_beat_moves_and_after_all_have_left(run: R
     first = looks(run)
     assert eventually(lambda: looks(run) > first + 3 * 10**9, 60)
     assert is_left_alone(script)
+
+
+def seen(agents: Agents, num_looks: int) -> list[bool]:
+    """Return whether they are dead, look by look."""
+    return [agents.are_dead() for _ in range(num_looks)]
+
+
+def test_agents_that_live_elsewhere_alone_have_as_long_as_they_give_each_other(run: RunDir) -> None:
+    """The one of this host stepped down: a pause of the others is no end of the step."""
+    beat = came(run, 1).folder / "beat-001"
+    agents = Agents(beat.parent, [str(run.path)], 10.0)
+    assert not agents.are_dead()
+    beat.write_text("another\n")
+    assert seen(agents, 11) == [False] * 10 + [True]
+
+
+def test_agents_that_went_with_the_one_of_this_host_are_waited_for_shortly(run: RunDir) -> None:
+    agents = Agents(came(run, 1).folder, [str(run.path)], 10.0)
+    assert seen(agents, 5) == [False] * 4 + [True]
