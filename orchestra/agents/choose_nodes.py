@@ -233,9 +233,12 @@ def excluded_hosts(events: Iterable[Record], here: Mapping[str, Any]) -> frozens
             starts[event["attempt"]] = _start_of_job(event)
             used.update(dict.fromkeys(event.get("hosts") or (), event["attempt"]))
         elif event["event"] == "restarting" and isinstance(event.get("exclude"), list):
-            is_of_here = starts.get(event["attempt"]) == _start_of_job(here)
-            if is_of_here or event.get("rule") != node_is_gone.__name__:
-                left_out.update(dict.fromkeys(event["exclude"], event["attempt"]))
+            hosts = event["exclude"]
+            if starts.get(event["attempt"]) != _start_of_job(here):
+                # Beside one that failed twice others may have been lost. A rehearsal lists nobody.
+                failed = event.get("listed") or hosts
+                hosts = [] if event.get("rule") == node_is_gone.__name__ else failed
+            left_out.update(dict.fromkeys(hosts, event["attempt"]))
     return frozenset(host for host, attempt in left_out.items() if used.get(host, -1) <= attempt)
 
 
@@ -317,6 +320,14 @@ def most_nodes(config: Config) -> int:
     """
     wanted = config.cluster.nodes
     return next((count for count in _numbers_of_nodes(config) if gives_layout(config, count)), wanted)
+
+
+def fewest_nodes(config: Config) -> int:
+    """Return the smallest number of nodes that the run may have and that gives a layout; the smallest that it
+    may have where none does.
+    """
+    counts = _numbers_of_nodes(config)
+    return next((count for count in reversed(counts) if gives_layout(config, count)), counts[-1])
 
 
 def batch_without_layout(config: Config) -> str | None:

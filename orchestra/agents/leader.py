@@ -111,24 +111,41 @@ class Leader:
         if is_warned:
             self._order_end(0, *called_off(context))
             return
+        # Who else trains the run may have taken minutes to find out: whoever came meanwhile is there too.
+        members = self._group.members()
+        if not (self._wait.is_over(members) and self._preflight.is_over(members)):
+            return
         # One that came and died meanwhile is as unfit as one that says so itself.
         for node in self._group.silent(members):
             facts = {**members[node].facts, "unfit": "its agent fell silent before the first attempt"}
             members[node] = dataclasses.replace(members[node], facts=facts)
         nodes = self._preflight.first_nodes(members)
         if nodes is None:
-            outcome = self._preflight.go_elsewhere(members)
-            if outcome is None:
-                words = self._preflight.unfit_words(members) or self._wait.too_few(members)
-                unfit = [member.host for member in members.values() if not choose_nodes.is_fit(member)]
-                start_failed(context, EXIT_FAILED, words, unfit)
-                raise LaunchError(words)
-            self._order_end(0, EXIT_FAILED, outcome)
+            self._end_unstarted(members)
             return
         # What still waits to help a job before this one.
         with contextlib.suppress(LauncherError, OSError):
             context.scheduler.withdraw(for_good=False)
         self._start(0, nodes, members, wait_s=0.0)
+
+    def _end_unstarted(self, members: dict[int, GroupMember]) -> None:
+        """End this start of the job, whose nodes do not suffice: the run goes on in another one, or is over.
+
+        By an order: the others would wait for nodes in vain, and nobody would give a dead node's job back.
+        """
+        context = self._context
+        reason = self._preflight.unfit_words(members) or self._wait.too_few(members)
+        try:
+            outcome = self._preflight.go_elsewhere(members, reason)
+        except (LauncherError, LaunchError, OSError) as error:
+            outcome, reason = None, f"{reason}; it does not go on by itself: {error}"
+        if outcome is None:
+            outcome = reason
+            unfit = [member.host for member in members.values() if not choose_nodes.is_fit(member)]
+            start_failed(context, EXIT_FAILED, outcome, unfit)
+            if context.is_alone:
+                raise LaunchError(outcome)
+        self._order_end(0, EXIT_FAILED, outcome)
 
     def _start(
         self, number: int, nodes: Sequence[int], members: dict[int, GroupMember], wait_s: float, **facts: Any

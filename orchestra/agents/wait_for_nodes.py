@@ -55,7 +55,9 @@ class WaitForNodes:
         if len(members) >= wanted and waited > _SPARES_WAIT_S:
             return True
         if least is not None and len(members) >= least and waited > _MIN_NODES_WAIT_S:
-            return True
+            config = choose_nodes.of_next_attempt(self._context.config, self._context.run)
+            if len(members) >= choose_nodes.fewest_nodes(config):
+                return True
         if waited > NODES_TIMEOUT_S:
             raise LaunchError(self.too_few(members))
         return False
@@ -65,17 +67,31 @@ class WaitForNodes:
         num_nodes = self._context.group.num_nodes
         missing = sorted(set(range(num_nodes)) - set(members))
         events, here = read_events(self._context.run), self._context.scheduler.facts()
-        bad = choose_nodes.excluded_hosts(events, here)
+        bad = choose_nodes.excluded_hosts(events, here) - choose_nodes.last_resort(events, here)
         out = [member.host for member in members.values() if member.host in bad]
         if out and not missing:
             return (
                 f"{', '.join(out)} failed this run before, or computed something wrong, and too few other "
                 "nodes are there; resume it without (cluster.exclude), or on fewer nodes"
             )
+        if not missing:
+            return self._without_layout(num_nodes)
         return (
             f"only {len(members)} of {num_nodes} nodes came within {NODES_TIMEOUT_S:g} s or can train; "
-            f"missing: {', '.join(map(str, missing)) or 'none'}. Their logs tell what became of them, or "
+            f"missing: {', '.join(map(str, missing))}. Their logs tell what became of them, or "
             f"they do not share {self._context.run.path}"
+        )
+
+    def _without_layout(self, num_nodes: int) -> str:
+        """Return how many nodes the run needs, where all nodes of the job are there and fit."""
+        config = choose_nodes.of_next_attempt(self._context.config, self._context.run)
+        if (problem := choose_nodes.batch_without_layout(config)) is not None:
+            return problem
+        own, fewest = config.cluster, choose_nodes.fewest_nodes(config)
+        needed = f"{fewest}" if fewest == own.nodes else f"{fewest}..{own.nodes}"
+        return (
+            f"the job has {num_nodes} nodes of {own.gpus_per_node} ranks, which do not share out the batch "
+            f"that the run goes on with: it needs at least {fewest} (cluster.nodes={needed})"
         )
 
 
@@ -135,23 +151,27 @@ class Preflight:
         for words in choose_nodes.order_words(facts):
             self._context.say(words)
 
-    def go_elsewhere(self, members: Mapping[int, GroupMember]) -> str | None:
-        """Let the run go on in another job without the nodes that cannot train; return what was done, None
-        where that is not to be: all can, no job may follow, or several before this one did no better.
+    def go_elsewhere(self, members: Mapping[int, GroupMember], reason: str) -> str | None:
+        """Let the run go on in another job without the nodes that cannot train, or with more where the job is
+        too small; return what was done, None where that is not to be: neither is so, no job may follow, or
+        several before this one did no better.
 
         Raises LauncherError, LaunchError and OSError.
         """
         context = self._context
         unfit = tuple(member.host for member in members.values() if not choose_nodes.is_fit(member))
+        config = choose_nodes.of_next_attempt(context.config, context.run)
+        is_small = context.group.num_nodes < choose_nodes.fewest_nodes(config)
         events = read_events(context.run)
-        if not unfit or not context.scheduler.can_requeue or moves(events, rule=UNFIT) >= MOST_MOVES:
+        if not context.scheduler.can_requeue or moves(events, rule=UNFIT) >= MOST_MOVES:
+            return None
+        if not unfit and not is_small:
             return None
         # No attempt began: this follows the one before, which it says nothing of, and the number is free.
         attempt = upcoming_attempt(context.run) - 1
         writer = EventWriter(context.run, f"crew.{context.group.folder.name}", attempt, before_start=True)
         write_findings(writer, members, self.listed, taken=())
-        words = self.unfit_words(members)
-        decision = Decision(Action.requeue, EXIT_FAILED, words, rule=UNFIT, exclude=unfit)
+        decision = Decision(Action.requeue, EXIT_FAILED, reason, rule=UNFIT, exclude=unfit)
         try:
             return context.scheduler.requeue(decision, attempt, writer)
         finally:

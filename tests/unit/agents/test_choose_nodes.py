@@ -21,6 +21,7 @@ from conf.schema import (
 )
 from launchers.node_agent import StopRequests
 from launchers.node_group import GroupMember, NodeGroup, Order
+from orchestra.agents import wait_for_nodes
 from orchestra.agents.choose_nodes import (
     Shrink,
     are_checked,
@@ -432,17 +433,43 @@ def test_what_no_job_finds_better_ends_the_run_with_the_reason(run: RunDir, join
     groups = joined({}, {"unfit": "/scratch is no folder here"})
     context = led(run, groups[0], Cluster())
     members = groups[0].members()
-    moved = [Preflight(context).go_elsewhere(members) is not None for _ in range(5)]
+    moved = [Preflight(context).go_elsewhere(members, "why") is not None for _ in range(5)]
     assert moved == [True, True, True, False, False]
-    with pytest.raises(LaunchError, match="node2: /scratch is no folder here"):
-        Leader(context).look(None)
+    assert ended(groups, context) == [(END, 1, "node2: /scratch is no folder here")] * 2
     # An attempt that began is a new chance.
     EventWriter(run, "test", 0).write("attempt_started")
-    assert Preflight(context).go_elsewhere(members) is not None
+    assert Preflight(context).go_elsewhere(members, "why") is not None
 
 
-def test_where_no_job_may_follow_the_reason_is_said(run: RunDir, joined: Join) -> None:
+def ended(groups: list[NodeGroup], context: AgentContext) -> list[tuple[str, int, str]]:
+    """Let the first node lead; return what each agent is told."""
+    Leader(context).look(None)
+    orders = [order for group in groups if (order := group.newest_order()) is not None]
+    return [(order.action, order.facts["code"], order.facts["said"]) for order in orders]
+
+
+@dataclasses.dataclass(frozen=True)
+class RefusingCluster(Cluster):
+    def requeue(self, _decision: Decision, _attempt: int, _events: EventWriter, /) -> str:
+        raise LaunchError("Slurm refused the next job: Invalid account")
+
+
+def test_where_no_job_may_follow_all_are_told_the_reason_and_wait_for_nobody(
+    run: RunDir, joined: Join
+) -> None:
     groups = joined({"unfit": "no room"}, {})
+    assert ended(groups, led(run, groups[0], Scheduler())) == [(END, 1, "node1: no room")] * 2
+
+
+def test_where_slurm_refuses_the_next_job_all_are_told_so(run: RunDir, joined: Join) -> None:
+    groups = joined({}, {"unfit": "no room"})
+    ((_, code, said), other) = ended(groups, led(run, groups[0], RefusingCluster()))
+    assert (code, other[1]) == (1, 1)
+    assert said == "node2: no room; it does not go on by itself: Slurm refused the next job: Invalid account"
+
+
+def test_a_node_that_is_alone_ends_with_the_reason(run: RunDir, joined: Join) -> None:
+    groups = joined({"unfit": "no room"})
     with pytest.raises(LaunchError, match="node1: no room"):
         Leader(led(run, groups[0], Scheduler())).look(None)
 
@@ -470,6 +497,60 @@ def test_a_node_that_failed_twice_is_used_where_slurm_has_no_other_and_no_broken
     else:
         words = WaitForNodes(led(run, groups[0], Cluster())).too_few(members({}, {}, {}))
         assert words.startswith("node2 failed this run before, or computed something wrong")
+
+
+@dataclasses.dataclass(frozen=True)
+class AskingCluster(Cluster):
+    """A cluster that takes its time to say whether another job trains the run; a node comes meanwhile."""
+
+    late: list[NodeGroup] = dataclasses.field(default_factory=list)
+
+    def refusal(self) -> str | None:
+        for group in self.late:
+            group.join(f"node{group.node + 1}", "127.0.0.1", {"port": 1})
+        return None
+
+
+@pytest.mark.parametrize("is_asking", [True, False])
+def test_a_good_spare_that_comes_while_something_is_waited_for_is_preferred_to_a_last_resort(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, is_asking: bool
+) -> None:
+    events = EventWriter(run, "test", ATTEMPT)
+    events.write("attempt_started", job="7", job_start=0, hosts=["node1", "node2"])
+    events.write("restarting", decision="requeue", rule="same_host_twice", exclude=["node2"])
+    groups = [NodeGroup(run.control / "crew", node, 3, 15.0) for node in range(3)]
+    for group in groups[:2]:
+        group.join(f"node{group.node + 1}", "127.0.0.1", {"port": 1})
+    spare = groups[2]
+    leader = Leader(led(run, groups[0], AskingCluster(late=[spare] if is_asking else [])))
+    # As long as spares are waited for nothing is chosen.
+    leader.look(None)
+    assert spare.newest_order() is None
+    if not is_asking:
+        spare.join("node3", "127.0.0.1", {"port": 1})
+    monkeypatch.setattr(wait_for_nodes, "_SPARES_WAIT_S", 0.0)
+    leader.look(None)
+    order = spare.newest_order()
+    assert order is not None
+    assert order.nodes == (0, 2)
+    for group in groups:
+        group.leave()
+
+
+def test_what_was_lost_beside_a_host_that_failed_twice_is_taken_again_by_later_jobs() -> None:
+    began = {
+        "attempt": 3,
+        "event": "attempt_started",
+        "job": "7",
+        "job_start": 0,
+        "hosts": ["node2", "node3"],
+    }
+    out = {"attempt": 3, "event": "restarting", "rule": "same_host_twice", "exclude": ["node2", "node3"]}
+    events = [began, {**out, "listed": ["node2"]}]
+    assert excluded_hosts(events, {"job": "7", "job_start": 0}) == {"node2", "node3"}
+    assert excluded_hosts(events, {"job": "8", "job_start": 0}) == {"node2"}
+    # A rehearsal lists nobody.
+    assert excluded_hosts([began, {**out, "listed": []}], {"job": "8"}) == {"node2", "node3"}
 
 
 def test_a_listed_node_is_left_out_where_a_spare_is_there(run: RunDir, joined: Join) -> None:

@@ -17,11 +17,14 @@ import pytest
 from job_in_slurm import NODES, TASK, Slurm, jobs, options, requeued
 from support.waiting import eventually
 
-from conf.schema import ClusterConfig, Config, Requeue
+from conf.schema import ClusterConfig, Config, Device, Requeue
+from launchers.node_agent import StopRequests
 from launchers.node_group import NodeGroup, Order
 from orchestra.agents import srun_failed
 from orchestra.agents.agent import group_folder
-from orchestra.agents.context import END, REFUSE, START
+from orchestra.agents.context import END, REFUSE, START, AgentContext
+from orchestra.agents.leader import Leader
+from orchestra.agents.slurm_job import SlurmJob
 from orchestra.agents.srun_failed import Agents
 from orchestra.errors import LaunchError
 from orchestra.recovery.history import attempt_of
@@ -107,6 +110,29 @@ def test_agents_that_ended_by_themselves_before_an_attempt_are_not_followed(
     came(run, 0).leave()
     came(run, 1).leave()
     assert moved(run) is None
+
+
+def test_agents_that_gave_up_over_a_dead_node_are_not_followed_without_the_healthy_ones(
+    run: RunDir, slurm: Slurm
+) -> None:
+    """Three jobs did no better. The dead node's name is the only one that is left on the list."""
+    before = EventWriter(run, "crew.before", -1, before_start=True)
+    for _ in range(3):
+        before.write("requeued", rule="nodes_unfit")
+    dead = came(run, 1)
+    dead.step_down({})
+    config = Config(cluster=ClusterConfig(nodes=2, gpus_per_node=1, device=Device.cpu))
+    healthy = came(run, 0)
+    context = AgentContext(run, config, healthy, StopRequests(), SlurmJob(run, config, TASK), print)
+    Leader(context).look(None)
+    healthy.leave()
+    assert moved(run) is None
+    assert slurm.calls("sbatch") == []
+    (failed,) = [event for event in read_events(run) if event["event"] == "start_failed"]
+    assert (failed["unfit"], failed["cause"]) == (
+        ["node2"],
+        "node2: its agent fell silent before the first attempt",
+    )
 
 
 def test_a_run_that_may_not_go_on_says_why(run: RunDir, slurm: Slurm) -> None:
