@@ -228,16 +228,21 @@ def excluded_hosts(events: Iterable[Record], here: Mapping[str, Any]) -> frozens
     left_out: dict[str, int] = {}
     used: dict[str, int] = {}
     starts: dict[int, tuple[object, object]] = {}
+    lost: dict[int, set[object]] = {}
     for event in events:
         if event["event"] == "attempt_started":
             starts[event["attempt"]] = _start_of_job(event)
             used.update(dict.fromkeys(event.get("hosts") or (), event["attempt"]))
+        elif event["event"] in ("node_lost", "agent_lost"):
+            lost.setdefault(event["attempt"], set()).add(event.get("host"))
         elif event["event"] == "restarting" and isinstance(event.get("exclude"), list):
             hosts = event["exclude"]
             if starts.get(event["attempt"]) != _start_of_job(here):
                 # Beside one that failed twice others may have been lost. A rehearsal lists nobody.
                 failed = event.get("listed") or hosts
-                hosts = [] if event.get("rule") == node_is_gone.__name__ else failed
+                gone = lost.get(event["attempt"], set()).difference(failed)
+                is_lost = event.get("rule") == node_is_gone.__name__
+                hosts = [] if is_lost else [host for host in hosts if host not in gone]
             left_out.update(dict.fromkeys(hosts, event["attempt"]))
     return frozenset(host for host, attempt in left_out.items() if used.get(host, -1) <= attempt)
 
@@ -264,6 +269,11 @@ def is_fit(member: GroupMember) -> bool:
     return not member.facts.get("unfit")
 
 
+def is_ready(member: GroupMember) -> bool:
+    """Tell whether a node has checked itself, or does not."""
+    return "checked" in member.facts or not member.facts.get("looks")
+
+
 def resized(
     order: Order,
     members: Mapping[int, GroupMember],
@@ -282,9 +292,7 @@ def resized(
         for node, member in members.items()
         if is_fit(member) and member.host not in excluded and not member.facts.get(LEAVES)
     }
-    ready = {
-        node for node, member in fit.items() if "checked" in member.facts or not member.facts.get("looks")
-    }
+    ready = {node for node, member in fit.items() if is_ready(member)}
     stay = [node for node in order.nodes if node in fit]
     new = by_preference(sorted(ready - set(order.nodes)), slow(members), doubts(members, listed))
     return shrunk([*stay, *new], config)

@@ -43,7 +43,6 @@ from orchestra.run.paths import RunDir
 from orchestra.run.record import newest_job, read_record
 from orchestra.run.run_lineage import newest_checkpoint
 from orchestra.submit.hosts_to_avoid import hosts_of_next_job, hosts_without, words
-from orchestra.submit.job import num_nodes
 from orchestra.submit.job_record import chain
 from orchestra.submit.launch import own_address
 
@@ -493,10 +492,11 @@ def nodes_of_next_job(config: Config, run: RunDir) -> str | None:
     own = config.cluster
     if own.min_nodes is None:
         return None
-    fewest = fewest_nodes(of_next_attempt(config, run))
-    if fewest <= own.min_nodes:
+    # Spares train too where they are needed.
+    fewest, most = fewest_nodes(of_next_attempt(config, run)), own.nodes + own.spare_nodes
+    if fewest <= own.min_nodes + own.spare_nodes:
         return None
-    return str(num_nodes(dataclasses.replace(config, cluster=dataclasses.replace(own, min_nodes=fewest))))
+    return str(most) if fewest == most else f"{fewest}-{most}"
 
 
 def _say(words: str) -> None:

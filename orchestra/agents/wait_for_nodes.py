@@ -17,7 +17,15 @@ from launchers.node_group import GroupMember
 from orchestra.agents import choose_nodes
 from orchestra.agents.attempt import requests_of
 from orchestra.agents.attempt_record import write_start_failed
-from orchestra.agents.choose_nodes import are_checked, doubts, preferred, slow, words_of, write_findings
+from orchestra.agents.choose_nodes import (
+    CHECKS_TIMEOUT_S,
+    are_checked,
+    doubts,
+    preferred,
+    slow,
+    words_of,
+    write_findings,
+)
 from orchestra.agents.context import AgentContext
 from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_FAILED, EXIT_STOPPED, LaunchError
 from orchestra.recovery.incidents import Verdict
@@ -45,9 +53,13 @@ class WaitForNodes:
     def __init__(self, context: AgentContext) -> None:
         self._context = context
         self._began = time.monotonic()
+        # How many the run needs; None while that could not be read.
+        self._fewest: int | None = None
 
     def is_over(self, members: Mapping[int, GroupMember]) -> bool:
-        """Tell whether as many have come as there will be. Raises LaunchError where they stay too few."""
+        """Tell whether as many have come as there will be, or what follows is known without the others: some
+        have fallen silent. Raises LaunchError where all live and stay too few.
+        """
         waited = time.monotonic() - self._began
         if len(members) == self._context.group.num_nodes:
             return True
@@ -55,16 +67,26 @@ class WaitForNodes:
         if len(members) >= wanted and waited > _SPARES_WAIT_S:
             return True
         if least is not None and len(members) >= least and waited > _MIN_NODES_WAIT_S:
-            config = choose_nodes.of_next_attempt(self._context.config, self._context.run)
-            if len(members) >= choose_nodes.fewest_nodes(config):
+            # Read once: nothing of it changes before the first order. Storage may fail for a moment.
+            with contextlib.suppress(OSError):
+                self._fewest = self._fewest or self._needed()
+            if self._fewest is not None and len(members) >= self._fewest:
                 return True
         if waited > NODES_TIMEOUT_S:
+            if self._context.group.silent(members):
+                return True
+            # Where none died who is missing is asked after the agents' end (orchestra.agents.srun_failed).
             raise LaunchError(self.too_few(members))
         return False
 
+    def _needed(self) -> int:
+        return choose_nodes.fewest_nodes(
+            choose_nodes.of_next_attempt(self._context.config, self._context.run)
+        )
+
     def too_few(self, members: Mapping[int, GroupMember]) -> str:
         """Return which nodes are missing, as an error's words."""
-        num_nodes = self._context.group.num_nodes
+        num_nodes, waited = self._context.group.num_nodes, time.monotonic() - self._began
         missing = sorted(set(range(num_nodes)) - set(members))
         events, here = read_events(self._context.run), self._context.scheduler.facts()
         bad = choose_nodes.excluded_hosts(events, here) - choose_nodes.last_resort(events, here)
@@ -77,7 +99,7 @@ class WaitForNodes:
         if not missing:
             return self._without_layout(num_nodes)
         return (
-            f"only {len(members)} of {num_nodes} nodes came within {NODES_TIMEOUT_S:g} s or can train; "
+            f"only {len(members)} of {num_nodes} nodes came within {waited:.0f} s or can train; "
             f"missing: {', '.join(map(str, missing))}. Their logs tell what became of them, or "
             f"they do not share {self._context.run.path}"
         )
@@ -101,13 +123,24 @@ class Preflight:
     def __init__(self, context: AgentContext) -> None:
         self._context = context
         self._all_there_since: float | None = None
+        # When each agent that came was seen first, by its incarnation.
+        self._seen: dict[str, float] = {}
+        self._has_written_findings = False
         self._listed: Mapping[str, str] | None = None
 
     def is_over(self, members: Mapping[int, GroupMember]) -> bool:
         """Tell whether the nodes that came have checked themselves, or are waited for no longer."""
         now = time.monotonic()
         self._all_there_since = self._all_there_since or now
+        for member in members.values():
+            self._seen.setdefault(member.incarnation, now)
         return are_checked(members, self._context.group.num_nodes, now - self._all_there_since)
+
+    def is_awaited(self, member: GroupMember) -> bool:
+        """Tell whether a node that came after the others may still find that it cannot train."""
+        now = time.monotonic()
+        since = now - self._seen.setdefault(member.incarnation, now)
+        return not choose_nodes.is_ready(member) and since <= CHECKS_TIMEOUT_S
 
     def first_nodes(self, members: Mapping[int, GroupMember]) -> tuple[int, ...] | None:
         """Return the nodes of a job's first attempt, in rank order; None: they are too few."""
@@ -170,7 +203,9 @@ class Preflight:
         # No attempt began: this follows the one before, which it says nothing of, and the number is free.
         attempt = upcoming_attempt(context.run) - 1
         writer = EventWriter(context.run, f"crew.{context.group.folder.name}", attempt, before_start=True)
-        write_findings(writer, members, self.listed, taken=())
+        if not self._has_written_findings:
+            self._has_written_findings = True
+            write_findings(writer, members, self.listed, taken=())
         decision = Decision(Action.requeue, EXIT_FAILED, reason, rule=UNFIT, exclude=unfit)
         try:
             return context.scheduler.requeue(decision, attempt, writer)

@@ -407,8 +407,10 @@ def _went_on(before: Attempt, attempt: Attempt) -> bool:
     job = attempt.start.get("job")
     # The job that was to go on may have begun no attempt, or been cancelled while it waited.
     in_queue = [event for event in attempt.named("cancelled") if event["time"] < attempt.start["time"]]
-    words = [*before.named("requeued", "start_failed"), *in_queue]
-    if words and words[-1]["event"] != "requeued" and words[-1].get("job") != job:
+    words = [*before.named("requeued", "start_failed", "cancelled"), *in_queue]
+    # An older one that somebody starts again says nothing of a job that restarts in place.
+    is_other = job != before.start.get("job")
+    if is_other and words and words[-1]["event"] != "requeued" and words[-1].get("job") != job:
         return False
     if before.decision is not None:
         return before.decision.get("decision") not in _ENDING_DECISIONS

@@ -136,7 +136,7 @@ def _job(
     prefix, srun_options, exports = _container(config, place)
     return BatchJob(
         name=place.name,
-        num_nodes=num_nodes(config),
+        num_nodes=_num_nodes(config),
         survives_nodes=True,
         command=(_python(config), "-u", "-m", NODE_MODULE, *arguments),
         prefix=prefix,
@@ -163,7 +163,7 @@ def _job(
     )
 
 
-def num_nodes(config: Config) -> int | str:
+def _num_nodes(config: Config) -> int | str:
     """Return how many nodes the job is given: a number, or a range as sbatch writes it."""
     cluster = config.cluster
     most = cluster.nodes + cluster.spare_nodes

@@ -188,7 +188,7 @@ def test_a_job_that_is_too_small_is_followed_by_another_one_or_says_what_is_need
 
 
 def test_the_next_job_asks_for_as_many_nodes_as_share_out_the_batch(run: RunDir, slurm: Slurm) -> None:
-    config = ranged(config_of(4, 3), spare_nodes=1)
+    config = ranged(config_of(4, 3))
     may_shrink = replace(config, recovery=RecoveryConfig(min_nodes=2))
     events = resumed(run)
 
@@ -199,7 +199,10 @@ def test_the_next_job_asks_for_as_many_nodes_as_share_out_the_batch(run: RunDir,
     # Else the script of the job says enough.
     assert asked(config, "12") is None
     rolled_back(events)
-    assert asked(config, "13") == "5"
+    assert asked(config, "13") == "4"
+    assert asked(ranged(config_of(6, 3)), "15") == "4-6"
+    # A spare is one of those that share it out.
+    assert asked(replace(config, cluster=replace(config.cluster, spare_nodes=1)), "16") is None
     assert asked(may_shrink, "14") is None
 
 
@@ -218,8 +221,18 @@ def test_as_many_nodes_as_share_out_the_batch_are_waited_for(
     monkeypatch.setattr(wait_for_nodes, "_MIN_NODES_WAIT_S", 0.0)
     group = NodeGroup(run.control / "crew", 0, 4, 15.0)
     context = AgentContext(run, config_of(4, 3), group, StopRequests(), Cluster(), print)
-    wait, there = WaitForNodes(context), groups[0].members()
-    events = resumed(run)
-    assert wait.is_over(there)
+    there, events = groups[0].members(), resumed(run)
+    assert WaitForNodes(context).is_over(there)
     rolled_back(events)
+    wait = WaitForNodes(context)
+    kept = run.events.rename(run.path / "kept")
+    # A loop: storage that fails.
+    run.events.symlink_to(run.events)
+    assert not wait.is_over(there)
+    run.events.unlink()
+    kept.rename(run.events)
+    assert not wait.is_over(there)
+    # What was found is kept.
+    run.events.rename(kept)
+    run.events.symlink_to(run.events)
     assert not wait.is_over(there)

@@ -174,6 +174,12 @@ def test_who_resumes_a_run_whose_next_job_began_no_attempt_is_a_person() -> None
     assert not moved(job="8").start(1, job="8").end(1).last.by_hand
     again = moved(job="8").write(0, "requeued", job="9", before_start=True)
     assert not again.start(1, job="9").end(1).last.by_hand
+    # It was cancelled in the moment that it was submitted.
+    at_once = moved().write(0, "cancelled", job="8")
+    assert at_once.start(1, job="9").end(1).last.by_hand
+    # An older job that an administrator started again says nothing of one that restarts in place.
+    older = moved().start(1, job="8").fail(1).write(1, "start_failed", code=1, job="7", before_start=True)
+    assert not older.end(1).start(2, job="8").end(2).last.by_hand
     # A cancel of the attempt itself.
     assert not moved().start(1, job="8").write(1, "cancelled", job="7").end(1).last.by_hand
 
