@@ -684,26 +684,6 @@ def test_who_was_cut_off_decides_nothing_beside_an_attempt_that_another_agent_be
     assert (cluster.left_out, read_events(run)) == ([], [])
 
 
-def test_what_was_lost_beside_a_host_that_failed_twice_is_taken_again_by_later_jobs() -> None:
-    began = {
-        "attempt": 3,
-        "event": "attempt_started",
-        "job": "7",
-        "job_start": 0,
-        "hosts": ["node2", "node3"],
-    }
-    out = {"attempt": 3, "event": "restarting", "rule": "same_host_twice", "exclude": ["node2", "node3"]}
-    lost = {"attempt": 3, "event": "node_lost", "host": "node3"}
-    # So is what was found unfit beside them left out of the run.
-    out["exclude"] = ["node2", "node3", "unfit4"]
-    events = [began, lost, {**out, "listed": ["node2"]}]
-    assert excluded_hosts(events, {"job": "7", "job_start": 0}) == {"node2", "node3", "unfit4"}
-    assert excluded_hosts(events, {"job": "8", "job_start": 0}) == {"node2", "unfit4"}
-    # A rehearsal lists nobody.
-    rehearsed = [began, lost, {**out, "listed": []}]
-    assert excluded_hosts(rehearsed, {"job": "8"}) == {"node2", "node3", "unfit4"}
-
-
 def test_a_listed_node_is_left_out_where_a_spare_is_there(run: RunDir, joined: Join) -> None:
     groups = joined({}, {}, {})
     listed = Cluster(listed={"node1": "node1 failed twice"})
