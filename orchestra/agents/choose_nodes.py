@@ -228,14 +228,22 @@ def excluded_hosts(events: Iterable[Record], here: Mapping[str, Any]) -> frozens
     left_out: dict[str, int] = {}
     used: dict[str, int] = {}
     starts: dict[int, tuple[object, object]] = {}
+    lost: dict[int, set[object]] = {}
     for event in events:
         if event["event"] == "attempt_started":
             starts[event["attempt"]] = _start_of_job(event)
             used.update(dict.fromkeys(event.get("hosts") or (), event["attempt"]))
+        elif event["event"] in ("node_lost", "agent_lost"):
+            lost.setdefault(event["attempt"], set()).add(event.get("host"))
         elif event["event"] == "restarting" and isinstance(event.get("exclude"), list):
-            is_of_here = starts.get(event["attempt"]) == _start_of_job(here)
-            if is_of_here or event.get("rule") != node_is_gone.__name__:
-                left_out.update(dict.fromkeys(event["exclude"], event["attempt"]))
+            hosts = event["exclude"]
+            if starts.get(event["attempt"]) != _start_of_job(here):
+                # Beside one that failed twice others may have been lost. A rehearsal lists nobody.
+                failed = event.get("listed") or hosts
+                gone = lost.get(event["attempt"], set()).difference(failed)
+                is_lost = event.get("rule") == node_is_gone.__name__
+                hosts = [] if is_lost else [host for host in hosts if host not in gone]
+            left_out.update(dict.fromkeys(hosts, event["attempt"]))
     return frozenset(host for host, attempt in left_out.items() if used.get(host, -1) <= attempt)
 
 
@@ -261,6 +269,11 @@ def is_fit(member: GroupMember) -> bool:
     return not member.facts.get("unfit")
 
 
+def is_ready(member: GroupMember) -> bool:
+    """Tell whether a node has checked itself, or does not."""
+    return "checked" in member.facts or not member.facts.get("looks")
+
+
 def resized(
     order: Order,
     members: Mapping[int, GroupMember],
@@ -279,9 +292,7 @@ def resized(
         for node, member in members.items()
         if is_fit(member) and member.host not in excluded and not member.facts.get(LEAVES)
     }
-    ready = {
-        node for node, member in fit.items() if "checked" in member.facts or not member.facts.get("looks")
-    }
+    ready = {node for node, member in fit.items() if is_ready(member)}
     stay = [node for node in order.nodes if node in fit]
     new = by_preference(sorted(ready - set(order.nodes)), slow(members), doubts(members, listed))
     return shrunk([*stay, *new], config)
@@ -317,6 +328,14 @@ def most_nodes(config: Config) -> int:
     """
     wanted = config.cluster.nodes
     return next((count for count in _numbers_of_nodes(config) if gives_layout(config, count)), wanted)
+
+
+def fewest_nodes(config: Config) -> int:
+    """Return the smallest number of nodes that the run may have and that gives a layout; the smallest that it
+    may have where none does.
+    """
+    counts = _numbers_of_nodes(config)
+    return next((count for count in reversed(counts) if gives_layout(config, count)), counts[-1])
 
 
 def batch_without_layout(config: Config) -> str | None:

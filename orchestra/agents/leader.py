@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from launchers import LauncherError
+from launchers import LauncherError, SlurmRefused
 from launchers.node_group import GroupMember, Order
 from launchers.torchrun import Ending
 from orchestra.agents import choose_nodes
@@ -23,7 +23,13 @@ from orchestra.agents.context import END, REFUSE, SCHEDULER_S, START, AgentConte
 from orchestra.agents.growth.resize import living
 from orchestra.agents.node_check.after_hang import RingAnswers, cut_off, word_of
 from orchestra.agents.node_copies import MEMORY, memory_of
-from orchestra.agents.wait_for_nodes import Preflight, WaitForNodes, called_off, start_failed
+from orchestra.agents.wait_for_nodes import (
+    NODES_TIMEOUT_S,
+    Preflight,
+    WaitForNodes,
+    called_off,
+    start_failed,
+)
 from orchestra.errors import (
     EXIT_DO_NOT_RESTART,
     EXIT_DONE,
@@ -46,6 +52,8 @@ Reports = dict[int, dict[str, Any]]
 
 # How long nodes that live are waited for at an attempt's end: their ranks may still write a checkpoint.
 _END_TIMEOUT_S = 120.0
+# Between two tries to submit the next job: not all that fails takes its time.
+_SUBMIT_PAUSE_S = 5.0
 
 
 class Leader:
@@ -60,6 +68,8 @@ class Leader:
         self._wait = WaitForNodes(context)
         self._answers = RingAnswers(context)
         self._ended_since: float | None = None
+        # Since when it is not known whether Slurm has the job that is to go on.
+        self._unanswered_since: float | None = None
         # What is to follow and when (this host's own clock): the policy may want to wait.
         self._next: tuple[float, Order] | None = None
         # Whether this agent has no further part in the job.
@@ -104,31 +114,71 @@ class Leader:
         is_warned = context.signals.count() > 0
         if not is_warned and not (self._wait.is_over(members) and self._preflight.is_over(members)):
             return
-        rival = context.scheduler.refusal()
+        # A job that this one may have submitted is no rival: it is taken over.
+        rival = context.scheduler.refusal() if self._unanswered_since is None else None
+        if self._group.newest_order() is not None:
+            # That may have taken minutes, and another agent have led.
+            return
         if rival is not None:
             self._refuse(0, rival)
             return
         if is_warned:
             self._order_end(0, *called_off(context))
             return
+        # Whoever came meanwhile is there too.
+        members = self._group.members()
+        if not (self._wait.is_over(members) and self._preflight.is_over(members)):
+            return
         # One that came and died meanwhile is as unfit as one that says so itself.
         for node in self._group.silent(members):
             facts = {**members[node].facts, "unfit": "its agent fell silent before the first attempt"}
             members[node] = dataclasses.replace(members[node], facts=facts)
-        nodes = self._preflight.first_nodes(members)
+        ready = {node: it for node, it in members.items() if not self._preflight.is_awaited(it)}
+        nodes = self._preflight.first_nodes(ready)
         if nodes is None:
-            outcome = self._preflight.go_elsewhere(members)
-            if outcome is None:
-                words = self._preflight.unfit_words(members) or self._wait.too_few(members)
-                unfit = [member.host for member in members.values() if not choose_nodes.is_fit(member)]
-                start_failed(context, EXIT_FAILED, words, unfit)
-                raise LaunchError(words)
-            self._order_end(0, EXIT_FAILED, outcome)
+            if len(ready) == len(members):
+                self._end_unstarted(members)
+            return
+        if self._unanswered_since is not None:
+            # Enough have come after all: the next look asks who else trains the run, and begins.
+            self._unanswered_since = None
             return
         # What still waits to help a job before this one.
         with contextlib.suppress(LauncherError, OSError):
             context.scheduler.withdraw(for_good=False)
         self._start(0, nodes, members, wait_s=0.0)
+
+    def _end_unstarted(self, members: dict[int, GroupMember]) -> None:
+        """End this start of the job, whose nodes do not suffice: the run goes on in another one, or is over.
+
+        By an order: the others would wait for nodes in vain, and nobody would give a dead node's job back.
+        """
+        context = self._context
+        reason = self._preflight.unfit_words(members) or self._wait.too_few(members)
+        try:
+            outcome = self._preflight.go_elsewhere(members, reason)
+        except (LauncherError, LaunchError, OSError) as error:
+            is_refused = any(isinstance(it, SlurmRefused) for it in (error, error.__cause__))
+            if not is_refused and self._tries_again():
+                return
+            outcome, reason = None, f"{reason}; it does not go on by itself: {error}"
+        if outcome is None:
+            outcome = reason
+            unfit = [member.host for member in members.values() if not choose_nodes.is_fit(member)]
+            with contextlib.suppress(OSError):
+                start_failed(context, EXIT_FAILED, outcome, unfit)
+            if context.is_alone:
+                raise LaunchError(outcome)
+        self._order_end(0, EXIT_FAILED, outcome)
+
+    def _tries_again(self) -> bool:
+        """Tell whether the next look asks Slurm once more, which gave no answer; it may have the job."""
+        now = time.monotonic()
+        self._unanswered_since = self._unanswered_since or now
+        if now - self._unanswered_since > NODES_TIMEOUT_S:
+            return False
+        time.sleep(_SUBMIT_PAUSE_S)
+        return True
 
     def _start(
         self, number: int, nodes: Sequence[int], members: dict[int, GroupMember], wait_s: float, **facts: Any

@@ -26,7 +26,7 @@ from launchers.host_network import interface_of
 from launchers.slurm import sbatch, this_job
 from launchers.slurm.commands import asked_cluster, settings
 from launchers.slurm.this_job import JobTask, OwnJob
-from orchestra.agents.choose_nodes import excluded_hosts
+from orchestra.agents.choose_nodes import excluded_hosts, fewest_nodes, of_next_attempt
 from orchestra.agents.context import Reasons, Scheduler
 from orchestra.agents.growth.helper_job import group_name
 from orchestra.agents.growth.more_nodes import MoreNodes
@@ -257,7 +257,15 @@ class RunContinuation:
         own = self._own_job()
         script = None if own is None else own.script
         without = hosts_without(self._config, self._run, self._task.cluster)
-        self._next_job = chain(self._run, self._task, self._attempt + 1, script, without, at_once=at_once)
+        self._next_job = chain(
+            self._run,
+            self._task,
+            self._attempt + 1,
+            script,
+            without,
+            at_once=at_once,
+            num_nodes=nodes_of_next_job(self._config, self._run),
+        )
         self._write_requeued("chain", reason, self._next_job)
         return f"job {self._next_job} goes on ({reason})"
 
@@ -374,7 +382,16 @@ class SlurmJob(Scheduler):
         return f"job {job} goes on ({decision.reason}){late if delay_s else ''}"
 
     def _chain(self, attempt: int, script: str | None, exclude: tuple[str, ...], delay_s: int) -> str:
-        return chain(self._run, self._task, attempt + 1, script, exclude, at_once=True, delay_s=delay_s)
+        return chain(
+            self._run,
+            self._task,
+            attempt + 1,
+            script,
+            exclude,
+            at_once=True,
+            delay_s=delay_s,
+            num_nodes=nodes_of_next_job(self._config, self._run),
+        )
 
     def excluded(self) -> dict[str, str]:
         if self._config.recovery.exclude_hours <= 0:
@@ -463,6 +480,23 @@ class SlurmJob(Scheduler):
         # It is asked anew each time, since a question that got no answer may have been heard.
         if own.restarts <= self._task.restart and not own.is_ending:
             sbatch.cancel([self._task.job], only_waiting=False)
+
+
+def nodes_of_next_job(config: Config, run: RunDir) -> str | None:
+    """Return how many nodes a run's next job is to ask for, as sbatch writes it; None where its script asks
+    for enough.
+
+    Of a job that may begin with few (cluster.min_nodes) too few might not share out the batch of a ramp that
+    the run went back into. Raises OSError.
+    """
+    own = config.cluster
+    if own.min_nodes is None:
+        return None
+    # Spares train too where they are needed.
+    fewest, most = fewest_nodes(of_next_attempt(config, run)), own.nodes + own.spare_nodes
+    if fewest <= own.min_nodes + own.spare_nodes:
+        return None
+    return str(most) if fewest == most else f"{fewest}-{most}"
 
 
 def _say(words: str) -> None:

@@ -18,6 +18,7 @@ For an array of a sweep the arguments are `SWEEP_DIR --first F CODE`.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
@@ -66,7 +67,7 @@ def main(argv: list[str]) -> int:
     try:
         run, task = of_batch_script(argv[:-1])
         group = _group(run, task)
-        agents = Agents(group.folder, argv[:-1])
+        agents = Agents(group.folder, argv[:-1], read_config(run.config).recovery.agent_timeout_s)
         # A run is not over because srun is.
         while (agreed := _agreed(group)) is None and not agents.are_over():
             time.sleep(_LOOK_S)
@@ -209,14 +210,20 @@ def _named_by_srun(output: Path) -> frozenset[str]:
 
 
 class Agents:
-    """The agents of a start of a job, seen from the host of its batch script, where the first one lives too.
+    """The agents of a start of a job, seen from the host of its batch script, where one of them lives, unless
+    it stepped down or was killed too often: the others go on then, and only their beats tell.
 
     It is asked once a second.
     """
 
-    def __init__(self, folder: Path, words: Sequence[str]) -> None:
-        """`folder`: where they meet; `words`: what names the run on the command line of each."""
+    def __init__(self, folder: Path, words: Sequence[str], timeout_s: float) -> None:
+        """`folder`: where they meet; `words`: what names the run on the command line of each; `timeout_s`:
+        how long they wait for each other's beats (recovery.agent_timeout_s).
+        """
         self._folder = folder
+        # As many looks in a row as agents have that live elsewhere alone.
+        self._looks_elsewhere = max(_LOOKS_WITHOUT_BEAT, math.ceil(timeout_s / _LOOK_S))
+        self._live_elsewhere = False
         self._ending = os.fsencode("\0".join(["", "-m", "orchestra.agents", *words, ""]))
         self._job = os.fsencode(f"SLURM_JOB_ID={os.environ.get('SLURM_JOB_ID')}")
         self._process: Path | None = None
@@ -234,11 +241,11 @@ class Agents:
 
     def _still_beats(self) -> dict[str, bytes] | None:
         """Return the beats where none has moved lately; None: not known yet. A look counts only when the file
-        system takes a word of this process's, and when the first node's agent is not here.
+        system takes a word of this process's, and when no agent is here.
         """
         try:
             if self._is_here():
-                self._num_looks = 0
+                self._num_looks, self._before, self._live_elsewhere = 0, None, False
                 return None
             (self._folder / "srun-watch").touch()
             files = [file for file in self._folder.iterdir() if file.name.startswith("beat-")]
@@ -248,8 +255,12 @@ class Agents:
             self._num_failures += 1
             return {} if self._num_failures > _MOST_FAILURES else None
         self._num_looks = self._num_looks + 1 if now == self._before else 0
+        # One that moves while none is here: they were not all killed with the one that was.
+        before = self._before or {}
+        self._live_elsewhere |= any(before.get(name, beat) != beat for name, beat in now.items())
         self._before, self._num_failures = now, 0
-        return now if self._num_looks >= (_LOOKS_WITHOUT_BEAT if now else 1) else None
+        enough = self._looks_elsewhere if self._live_elsewhere else _LOOKS_WITHOUT_BEAT
+        return now if self._num_looks >= (enough if now else 1) else None
 
     def _is_here(self) -> bool:
         if self._process is not None and self._is_agent(self._process):

@@ -24,6 +24,7 @@ from launchers.slurm import this_job
 from orchestra.agents.agent import group_folder
 from orchestra.agents.srun_failed import Agents, of_batch_script, taken_nodes
 from orchestra.errors import OrchestraError
+from orchestra.run.config_file import read_config
 
 _LOOK_S = 1.0
 # Agents come within seconds; a controller that serves thousands of jobs is not asked before that.
@@ -35,7 +36,7 @@ def main(argv: list[str]) -> int:
     try:
         run, task = of_batch_script(argv[:-1])
         folder, shell = group_folder(run.control, task.job, task.restart), int(argv[-1])
-        agents = Agents(folder, argv[:-1])
+        agents = Agents(folder, argv[:-1], read_config(run.config).recovery.agent_timeout_s)
         if _is_step_refused(shell, folder, task.job) or _are_agents_dead(shell, agents):
             _end_srun(shell)
     except (OrchestraError, LauncherError, OSError) as error:

@@ -17,7 +17,15 @@ from launchers.node_group import GroupMember
 from orchestra.agents import choose_nodes
 from orchestra.agents.attempt import requests_of
 from orchestra.agents.attempt_record import write_start_failed
-from orchestra.agents.choose_nodes import are_checked, doubts, preferred, slow, words_of, write_findings
+from orchestra.agents.choose_nodes import (
+    CHECKS_TIMEOUT_S,
+    are_checked,
+    doubts,
+    preferred,
+    slow,
+    words_of,
+    write_findings,
+)
 from orchestra.agents.context import AgentContext
 from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_FAILED, EXIT_STOPPED, LaunchError
 from orchestra.recovery.incidents import Verdict
@@ -45,9 +53,13 @@ class WaitForNodes:
     def __init__(self, context: AgentContext) -> None:
         self._context = context
         self._began = time.monotonic()
+        # How many the run needs; None while that could not be read.
+        self._fewest: int | None = None
 
     def is_over(self, members: Mapping[int, GroupMember]) -> bool:
-        """Tell whether as many have come as there will be. Raises LaunchError where they stay too few."""
+        """Tell whether as many have come as there will be, or what follows is known without the others: some
+        have fallen silent. Raises LaunchError where all live and stay too few.
+        """
         waited = time.monotonic() - self._began
         if len(members) == self._context.group.num_nodes:
             return True
@@ -55,27 +67,53 @@ class WaitForNodes:
         if len(members) >= wanted and waited > _SPARES_WAIT_S:
             return True
         if least is not None and len(members) >= least and waited > _MIN_NODES_WAIT_S:
-            return True
+            # Read once: nothing of it changes before the first order. Storage may fail for a moment.
+            with contextlib.suppress(OSError):
+                self._fewest = self._fewest or self._needed()
+            if self._fewest is not None and len(members) >= self._fewest:
+                return True
         if waited > NODES_TIMEOUT_S:
+            if self._context.group.silent(members):
+                return True
+            # Where none died who is missing is asked after the agents' end (orchestra.agents.srun_failed).
             raise LaunchError(self.too_few(members))
         return False
 
+    def _needed(self) -> int:
+        return choose_nodes.fewest_nodes(
+            choose_nodes.of_next_attempt(self._context.config, self._context.run)
+        )
+
     def too_few(self, members: Mapping[int, GroupMember]) -> str:
         """Return which nodes are missing, as an error's words."""
-        num_nodes = self._context.group.num_nodes
+        num_nodes, waited = self._context.group.num_nodes, time.monotonic() - self._began
         missing = sorted(set(range(num_nodes)) - set(members))
         events, here = read_events(self._context.run), self._context.scheduler.facts()
-        bad = choose_nodes.excluded_hosts(events, here)
+        bad = choose_nodes.excluded_hosts(events, here) - choose_nodes.last_resort(events, here)
         out = [member.host for member in members.values() if member.host in bad]
         if out and not missing:
             return (
                 f"{', '.join(out)} failed this run before, or computed something wrong, and too few other "
                 "nodes are there; resume it without (cluster.exclude), or on fewer nodes"
             )
+        if not missing:
+            return self._without_layout(num_nodes)
         return (
-            f"only {len(members)} of {num_nodes} nodes came within {NODES_TIMEOUT_S:g} s or can train; "
-            f"missing: {', '.join(map(str, missing)) or 'none'}. Their logs tell what became of them, or "
+            f"only {len(members)} of {num_nodes} nodes came within {waited:.0f} s or can train; "
+            f"missing: {', '.join(map(str, missing))}. Their logs tell what became of them, or "
             f"they do not share {self._context.run.path}"
+        )
+
+    def _without_layout(self, num_nodes: int) -> str:
+        """Return how many nodes the run needs, where all nodes of the job are there and fit."""
+        config = choose_nodes.of_next_attempt(self._context.config, self._context.run)
+        if (problem := choose_nodes.batch_without_layout(config)) is not None:
+            return problem
+        own, fewest = config.cluster, choose_nodes.fewest_nodes(config)
+        needed = f"{fewest}" if fewest == own.nodes else f"{fewest}..{own.nodes}"
+        return (
+            f"the job has {num_nodes} nodes of {own.gpus_per_node} ranks, which do not share out the batch "
+            f"that the run goes on with: it needs at least {fewest} (cluster.nodes={needed})"
         )
 
 
@@ -85,13 +123,24 @@ class Preflight:
     def __init__(self, context: AgentContext) -> None:
         self._context = context
         self._all_there_since: float | None = None
+        # When each agent that came was seen first, by its incarnation.
+        self._seen: dict[str, float] = {}
+        self._has_written_findings = False
         self._listed: Mapping[str, str] | None = None
 
     def is_over(self, members: Mapping[int, GroupMember]) -> bool:
         """Tell whether the nodes that came have checked themselves, or are waited for no longer."""
         now = time.monotonic()
         self._all_there_since = self._all_there_since or now
+        for member in members.values():
+            self._seen.setdefault(member.incarnation, now)
         return are_checked(members, self._context.group.num_nodes, now - self._all_there_since)
+
+    def is_awaited(self, member: GroupMember) -> bool:
+        """Tell whether a node that came after the others may still find that it cannot train."""
+        now = time.monotonic()
+        since = now - self._seen.setdefault(member.incarnation, now)
+        return not choose_nodes.is_ready(member) and since <= CHECKS_TIMEOUT_S
 
     def first_nodes(self, members: Mapping[int, GroupMember]) -> tuple[int, ...] | None:
         """Return the nodes of a job's first attempt, in rank order; None: they are too few."""
@@ -135,23 +184,29 @@ class Preflight:
         for words in choose_nodes.order_words(facts):
             self._context.say(words)
 
-    def go_elsewhere(self, members: Mapping[int, GroupMember]) -> str | None:
-        """Let the run go on in another job without the nodes that cannot train; return what was done, None
-        where that is not to be: all can, no job may follow, or several before this one did no better.
+    def go_elsewhere(self, members: Mapping[int, GroupMember], reason: str) -> str | None:
+        """Let the run go on in another job without the nodes that cannot train, or with more where the job is
+        too small; return what was done, None where that is not to be: neither is so, no job may follow, or
+        several before this one did no better.
 
         Raises LauncherError, LaunchError and OSError.
         """
         context = self._context
         unfit = tuple(member.host for member in members.values() if not choose_nodes.is_fit(member))
+        config = choose_nodes.of_next_attempt(context.config, context.run)
+        is_small = context.group.num_nodes < choose_nodes.fewest_nodes(config)
         events = read_events(context.run)
-        if not unfit or not context.scheduler.can_requeue or moves(events, rule=UNFIT) >= MOST_MOVES:
+        if not context.scheduler.can_requeue or moves(events, rule=UNFIT) >= MOST_MOVES:
+            return None
+        if not unfit and not is_small:
             return None
         # No attempt began: this follows the one before, which it says nothing of, and the number is free.
         attempt = upcoming_attempt(context.run) - 1
         writer = EventWriter(context.run, f"crew.{context.group.folder.name}", attempt, before_start=True)
-        write_findings(writer, members, self.listed, taken=())
-        words = self.unfit_words(members)
-        decision = Decision(Action.requeue, EXIT_FAILED, words, rule=UNFIT, exclude=unfit)
+        if not self._has_written_findings:
+            self._has_written_findings = True
+            write_findings(writer, members, self.listed, taken=())
+        decision = Decision(Action.requeue, EXIT_FAILED, reason, rule=UNFIT, exclude=unfit)
         try:
             return context.scheduler.requeue(decision, attempt, writer)
         finally:

@@ -404,9 +404,16 @@ def _incident(attempt: Attempt, began: int, committed: int, logged: int | None, 
 
 def _went_on(before: Attempt, attempt: Attempt) -> bool:
     """Tell whether recovery or Slurm, and no person, let an attempt follow the one before it."""
+    job = attempt.start.get("job")
+    # The job that was to go on may have begun no attempt, or been cancelled while it waited.
+    in_queue = [event for event in attempt.named("cancelled") if event["time"] < attempt.start["time"]]
+    words = [*before.named("requeued", "start_failed", "cancelled"), *in_queue]
+    # An older one that somebody starts again says nothing of a job that restarts in place.
+    is_other = job != before.start.get("job")
+    if is_other and words and words[-1]["event"] != "requeued" and words[-1].get("job") != job:
+        return False
     if before.decision is not None:
         return before.decision.get("decision") not in _ENDING_DECISIONS
-    job = attempt.start.get("job")
     return job is not None and job == before.start.get("job")
 
 

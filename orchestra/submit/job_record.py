@@ -120,15 +120,16 @@ def chain(
     at_once: bool = False,
     delay_s: int = 0,
     behind: Sequence[str] = (),
+    num_nodes: str | None = None,
 ) -> str:
     """Submit a run's job again, to start when this one is over; return the new job's id, in an array with the
     task's number. *The leading node only*.
 
     `exclude`: hosts that it must not get. With `at_once` it does not wait for this one's end, which Slurm
     sees late where a node is lost; with `delay_s` it starts no sooner than in so many seconds. `behind` are
-    other jobs whose end it waits for. `script` is the one that this job was submitted with (None: the run's
-    own); of an array this task alone is submitted. A job that a leader submitted before this one and did not
-    live to tell of is taken over.
+    other jobs whose end it waits for; `num_nodes` takes the place of what the script says. `script` is the
+    one that this job was submitted with (None: the run's own); of an array this task alone is submitted. A
+    job that a leader submitted before this one and did not live to tell of is taken over.
 
     Raises LauncherError where Slurm refuses, lets the job fail at once or stays silent, LaunchError where it
     stays unknown whether Slurm has it, OSError where the record cannot be read or the intent not be written.
@@ -145,6 +146,8 @@ def chain(
             options.append(f"--begin=now+{delay_s}")
         if exclude:
             options.append(f"--exclude={','.join(exclude)}")
+        if num_nodes is not None:
+            options.append(f"--nodes={num_nodes}")
         if member is not None:
             options.append(f"--array={member}")
         place = run.batch_script if script is None else Path(script)

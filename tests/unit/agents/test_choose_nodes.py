@@ -19,8 +19,10 @@ from conf.schema import (
     RecoveryConfig,
     TrainConfig,
 )
+from launchers import SlurmRefused, SlurmSilent
 from launchers.node_agent import StopRequests
 from launchers.node_group import GroupMember, NodeGroup, Order
+from orchestra.agents import choose_nodes, leader, wait_for_nodes
 from orchestra.agents.choose_nodes import (
     Shrink,
     are_checked,
@@ -39,7 +41,7 @@ from orchestra.agents.choose_nodes import (
     words_of,
     write_findings,
 )
-from orchestra.agents.context import END, START, AgentContext, Scheduler
+from orchestra.agents.context import END, REFUSE, START, AgentContext, Scheduler
 from orchestra.agents.leader import Leader
 from orchestra.agents.node_check.after_hang import cut_off, without_links
 from orchestra.agents.wait_for_nodes import Preflight, WaitForNodes
@@ -432,17 +434,134 @@ def test_what_no_job_finds_better_ends_the_run_with_the_reason(run: RunDir, join
     groups = joined({}, {"unfit": "/scratch is no folder here"})
     context = led(run, groups[0], Cluster())
     members = groups[0].members()
-    moved = [Preflight(context).go_elsewhere(members) is not None for _ in range(5)]
+    moved = [Preflight(context).go_elsewhere(members, "why") is not None for _ in range(5)]
     assert moved == [True, True, True, False, False]
-    with pytest.raises(LaunchError, match="node2: /scratch is no folder here"):
-        Leader(context).look(None)
+    assert ended(groups, context) == [(END, 1, "node2: /scratch is no folder here")] * 2
     # An attempt that began is a new chance.
     EventWriter(run, "test", 0).write("attempt_started")
-    assert Preflight(context).go_elsewhere(members) is not None
+    assert Preflight(context).go_elsewhere(members, "why") is not None
 
 
-def test_where_no_job_may_follow_the_reason_is_said(run: RunDir, joined: Join) -> None:
+def ended(groups: list[NodeGroup], context: AgentContext) -> list[tuple[str, int, str]]:
+    """Let the first node lead; return what each agent is told."""
+    Leader(context).look(None)
+    orders = [order for group in groups if (order := group.newest_order()) is not None]
+    return [(order.action, order.facts["code"], order.facts["said"]) for order in orders]
+
+
+@dataclasses.dataclass(frozen=True)
+class RefusingCluster(Cluster):
+    def requeue(self, _decision: Decision, _attempt: int, _events: EventWriter, /) -> str:
+        raise LaunchError("Slurm refused the next job: Invalid account") from SlurmRefused("Invalid account")
+
+
+def test_where_no_job_may_follow_all_are_told_the_reason_and_wait_for_nobody(
+    run: RunDir, joined: Join
+) -> None:
     groups = joined({"unfit": "no room"}, {})
+    assert ended(groups, led(run, groups[0], Scheduler())) == [(END, 1, "node1: no room")] * 2
+
+
+def test_where_slurm_refuses_the_next_job_all_are_told_so(run: RunDir, joined: Join) -> None:
+    groups = joined({}, {"unfit": "no room"})
+    ((_, code, said), other) = ended(groups, led(run, groups[0], RefusingCluster()))
+    assert (code, other[1]) == (1, 1)
+    assert said == "node2: no room; it does not go on by itself: Slurm refused the next job: Invalid account"
+
+
+@dataclasses.dataclass(frozen=True)
+class SilentCluster(Cluster):
+    """A cluster that gives no answer for the first so many times; what it took then it knows afterwards."""
+
+    num_silent: int = 1
+    tries: list[int] = dataclasses.field(default_factory=list)
+
+    def refusal(self) -> str | None:
+        return "job 8 was submitted for it later" if self.tries else None
+
+    def requeue(self, decision: Decision, attempt: int, events: EventWriter, /) -> str:
+        self.tries.append(attempt)
+        if len(self.tries) <= self.num_silent:
+            raise LaunchError("Slurm may have the job or not") from SlurmSilent("timed out")
+        return super().requeue(decision, attempt, events)
+
+
+def test_where_slurm_does_not_answer_it_is_asked_again(
+    run: RunDir, joined: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leader, "_SUBMIT_PAUSE_S", 0.0)
+    groups, cluster, said = joined({}, {"unfit": "no room"}), SilentCluster(), []
+    leading = Leader(led(run, groups[0], cluster, said))
+    leading.look(None)
+    assert (groups[1].newest_order(), said) == (None, [])
+    leading.look(None)
+    order = groups[1].newest_order()
+    assert order is not None
+    assert (order.action, said, cluster.left_out) == (END, ["job 8 goes on after attempt -1"], [("node2",)])
+    assert [event["event"] for event in read_events(run)] == ["node_checked", "requeued"]
+
+
+def test_where_slurm_stays_silent_all_end_after_a_while(
+    run: RunDir, joined: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leader, "NODES_TIMEOUT_S", -1.0)
+    groups = joined({}, {"unfit": "no room"})
+    words = "node2: no room; it does not go on by itself: Slurm may have the job or not"
+    assert ended(groups, led(run, groups[0], SilentCluster())) == [(END, 1, words)] * 2
+
+
+def test_nodes_that_come_while_slurm_is_silent_are_used_where_no_other_job_trains_the_run(
+    run: RunDir, joined: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leader, "_SUBMIT_PAUSE_S", 0.0)
+    groups = joined({}, {"unfit": "no room"})
+    leading = Leader(led(run, groups[0], SilentCluster()))
+    leading.look(None)
+    groups[1].tell({"unfit": None})
+    leading.look(None)
+    assert groups[1].newest_order() is None
+    leading.look(None)
+    order = groups[1].newest_order()
+    assert order is not None
+    assert (order.action, order.facts["message"]) == (REFUSE, "job 8 was submitted for it later")
+
+
+@dataclasses.dataclass(frozen=True)
+class NoOtherJob(Scheduler):
+    """A job that none may follow."""
+
+    def facts(self) -> dict[str, Any]:
+        return {"job": "7"}
+
+
+def test_where_nothing_can_be_written_all_are_told_all_the_same(run: RunDir, joined: Join) -> None:
+    groups = joined({"unfit": "no room"}, {})
+    run.events.write_text("no folder")
+    assert ended(groups, led(run, groups[0], NoOtherJob())) == [(END, 1, "node1: no room")] * 2
+
+
+@pytest.mark.parametrize("is_dead", [True, False])
+def test_a_node_that_died_is_left_out_though_another_one_never_came(
+    run: RunDir, joined: Join, monkeypatch: pytest.MonkeyPatch, is_dead: bool
+) -> None:
+    """Where all live that came, who is missing is asked after their end: it may be taken or down."""
+    monkeypatch.setattr(wait_for_nodes, "NODES_TIMEOUT_S", -1.0)
+    cluster, groups = Cluster(), joined({}, {}, {})
+    groups.pop().leave()
+    context = led(run, groups[0], cluster)
+    own = dataclasses.replace(context.config.cluster, nodes=3)
+    context = dataclasses.replace(context, config=dataclasses.replace(context.config, cluster=own))
+    if is_dead:
+        groups[1].step_down({})
+        assert [(action, code) for action, code, _ in ended(groups, context)] == [(END, 1)] * 2
+        assert cluster.left_out == [("node2",)]
+    else:
+        with pytest.raises(LaunchError, match="only 2 of 3 nodes came within 0 s or can train; missing: 2"):
+            Leader(context).look(None)
+
+
+def test_a_node_that_is_alone_ends_with_the_reason(run: RunDir, joined: Join) -> None:
+    groups = joined({"unfit": "no room"})
     with pytest.raises(LaunchError, match="node1: no room"):
         Leader(led(run, groups[0], Scheduler())).look(None)
 
@@ -470,6 +589,99 @@ def test_a_node_that_failed_twice_is_used_where_slurm_has_no_other_and_no_broken
     else:
         words = WaitForNodes(led(run, groups[0], Cluster())).too_few(members({}, {}, {}))
         assert words.startswith("node2 failed this run before, or computed something wrong")
+
+
+@dataclasses.dataclass(frozen=True)
+class AskingCluster(Cluster):
+    """A cluster that takes its time to say whether another job trains the run; a node comes meanwhile."""
+
+    late: list[NodeGroup] = dataclasses.field(default_factory=list)
+    facts_of_late: Mapping[str, object] = dataclasses.field(default_factory=dict)
+
+    def refusal(self) -> str | None:
+        while self.late:
+            group = self.late.pop()
+            group.join(f"node{group.node + 1}", "127.0.0.1", {"port": 1, **self.facts_of_late})
+        return None
+
+
+@pytest.mark.parametrize("is_asking", [True, False])
+def test_a_good_spare_that_comes_while_something_is_waited_for_is_preferred_to_a_last_resort(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, is_asking: bool
+) -> None:
+    events = EventWriter(run, "test", ATTEMPT)
+    events.write("attempt_started", job="7", job_start=0, hosts=["node1", "node2"])
+    events.write("restarting", decision="requeue", rule="same_host_twice", exclude=["node2"])
+    groups = [NodeGroup(run.control / "crew", node, 3, 15.0) for node in range(3)]
+    for group in groups[:2]:
+        group.join(f"node{group.node + 1}", "127.0.0.1", {"port": 1})
+    spare = groups[2]
+    leader = Leader(led(run, groups[0], AskingCluster(late=[spare] if is_asking else [])))
+    # As long as spares are waited for nothing is chosen.
+    leader.look(None)
+    assert spare.newest_order() is None
+    if not is_asking:
+        spare.join("node3", "127.0.0.1", {"port": 1})
+    monkeypatch.setattr(wait_for_nodes, "_SPARES_WAIT_S", 0.0)
+    leader.look(None)
+    order = spare.newest_order()
+    assert order is not None
+    assert order.nodes == (0, 2)
+    for group in groups:
+        group.leave()
+
+
+@pytest.mark.parametrize("is_needed", [True, False])
+def test_a_node_that_comes_late_and_has_not_checked_itself_is_used_only_when_it_has_or_takes_too_long(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, is_needed: bool
+) -> None:
+    monkeypatch.setattr(wait_for_nodes, "_SPARES_WAIT_S", 0.0)
+    # The others have been there for longer than checks take.
+    monkeypatch.setattr(choose_nodes, "CHECKS_TIMEOUT_S", -1.0)
+    groups = [NodeGroup(run.control / "crew", node, 3, 15.0) for node in range(3)]
+    for group in groups[:2]:
+        facts = {"unfit": "no room"} if group.node == 1 and is_needed else {}
+        group.join(f"node{group.node + 1}", "127.0.0.1", {"port": 1, **facts})
+    spare = groups[2]
+    if not is_needed:
+        events = EventWriter(run, "test", ATTEMPT)
+        events.write("attempt_started", job="7", job_start=0, hosts=["node1", "node2"])
+        events.write("restarting", decision="requeue", rule="same_host_twice", exclude=["node2"])
+    leading = Leader(led(run, groups[0], AskingCluster(late=[spare], facts_of_late={"looks": True})))
+    # It is preferred to no last resort.
+    leading.look(None)
+    order = spare.newest_order()
+    assert (None if order is None else order.nodes) == (None if is_needed else (0, 1))
+    if is_needed:
+        leading.look(None)
+        assert spare.newest_order() is None
+        monkeypatch.setattr(wait_for_nodes, "CHECKS_TIMEOUT_S", -1.0)
+        leading.look(None)
+        order = spare.newest_order()
+        assert order is not None
+        assert order.nodes == (0, 2)
+    for group in groups:
+        group.leave()
+
+
+@dataclasses.dataclass(frozen=True)
+class SlowCluster(Cluster):
+    """A cluster that takes so long to answer that another agent leads meanwhile."""
+
+    others: list[NodeGroup] = dataclasses.field(default_factory=list)
+
+    def refusal(self) -> str | None:
+        assert self.others[0].publish(Order(0, START, (0, 1), {}, {"attempt": 0}))
+        return None
+
+
+def test_who_was_cut_off_decides_nothing_beside_an_attempt_that_another_agent_began(
+    run: RunDir, joined: Join
+) -> None:
+    groups = joined({}, {"unfit": "no room"}, {"unfit": "no room"})
+    cluster = SlowCluster(others=groups[1:])
+    Leader(led(run, groups[0], cluster)).look(None)
+    assert (cluster.left_out, read_events(run)) == ([], [])
 
 
 def test_a_listed_node_is_left_out_where_a_spare_is_there(run: RunDir, joined: Join) -> None:

@@ -5,17 +5,24 @@ not share out: it goes on with other nodes where there are any, and ends with wo
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
+from job_in_slurm import TASK, Slurm, options
 
-from conf.schema import BatchStage, ClusterConfig, Config, Device, RecoveryConfig, TrainConfig
+from conf.schema import BatchStage, ClusterConfig, Config, Device, RecoveryConfig, Requeue, TrainConfig
 from launchers.node_agent import StopRequests
 from launchers.node_group import NodeGroup, Order
+from orchestra.agents import wait_for_nodes
 from orchestra.agents.choose_nodes import of_next_attempt
 from orchestra.agents.context import END, START, AgentContext, Scheduler
 from orchestra.agents.leader import Leader
-from orchestra.agents.wait_for_nodes import Preflight
-from orchestra.recovery.policy import Decision
+from orchestra.agents.slurm_job import RunContinuation, SlurmJob
+from orchestra.agents.wait_for_nodes import Preflight, WaitForNodes
+from orchestra.errors import EXIT_STOPPED
+from orchestra.recovery.incidents import Verdict
+from orchestra.recovery.policy import Action, Decision
+from orchestra.run.control import stop_requests
 from orchestra.run.events import EventWriter, rank_writer, read_events
 from orchestra.run.paths import RunDir
 from orchestra.run.rollback import EVENT, SPIKE
@@ -136,3 +143,96 @@ def test_a_job_begins_with_as_many_nodes_as_share_out_the_batch_gone_back_to(
     saved.write(EVENT, step=BORDER + 11, to=BORDER - 2, cause=SPIKE, left_out=[])
     assert len(of_next_attempt(config, run).train.batch_ramp) == 2
     assert preflight.first_nodes(groups[0].members()) == (0, 1)
+
+
+# A job that may begin with few nodes (cluster.nodes=3..4) may get too few for the batch gone back to.
+
+
+def ranged(config: Config, **own: object) -> Config:
+    return replace(config, cluster=replace(config.cluster, min_nodes=3, **own))  # type: ignore[arg-type]
+
+
+def resumed(run: RunDir) -> EventWriter:
+    """Let the run have been resumed behind the border."""
+    events = EventWriter(run, "test", 0)
+    events.write("attempt_started")
+    events.write("checkpoint_committed", step=BORDER + 10)
+    return events
+
+
+def rolled_back(events: EventWriter) -> EventWriter:
+    """Let it then have gone back over the border."""
+    events.write(EVENT, step=BORDER + 11, to=BORDER - 2, cause=SPIKE, left_out=[])
+    return events
+
+
+TOO_SMALL = (
+    "the job has 3 nodes of 1 ranks, which do not share out the batch that the run goes on with: it needs at "
+    "least 4 (cluster.nodes=4)"
+)
+
+
+@pytest.mark.parametrize("may_follow", [True, False])
+def test_a_job_that_is_too_small_is_followed_by_another_one_or_says_what_is_needed(
+    run: RunDir, groups: list[NodeGroup], may_follow: bool
+) -> None:
+    rolled_back(resumed(run))
+    cluster, said = Cluster(may_follow), []
+    context = AgentContext(run, ranged(config_of(4, 3)), groups[0], StopRequests(), cluster, said.append)
+    Leader(context).look(None)
+    order = groups[2].newest_order()
+    assert order is not None
+    assert (order.action, order.facts["code"]) == (END, 1)
+    assert cluster.reasons == ([TOO_SMALL] if may_follow else [])
+    assert said == ["job 8 goes on after attempt 0" if may_follow else TOO_SMALL]
+
+
+def test_the_next_job_asks_for_as_many_nodes_as_share_out_the_batch(run: RunDir, slurm: Slurm) -> None:
+    config = ranged(config_of(4, 3))
+    may_shrink = replace(config, recovery=RecoveryConfig(min_nodes=2))
+    events = resumed(run)
+
+    def asked(config: Config, job: str) -> str | None:
+        SlurmJob(run, config, replace(TASK, job=job)).requeue(Decision(Action.requeue, 1, "why"), 0, events)
+        return options(slurm.calls("sbatch")[-1], "nodes")
+
+    # Else the script of the job says enough.
+    assert asked(config, "12") is None
+    rolled_back(events)
+    assert asked(config, "13") == "4"
+    assert asked(ranged(config_of(6, 3)), "15") == "4-6"
+    # A spare is one of those that share it out.
+    assert asked(replace(config, cluster=replace(config.cluster, spare_nodes=1)), "16") is None
+    assert asked(may_shrink, "14") is None
+
+
+def test_so_does_the_one_that_follows_the_time_limit(run: RunDir, slurm: Slurm) -> None:
+    config = ranged(config_of(4, 3), requeue=Requeue.chain)
+    reasons = frozenset([stop_requests.TIME_LIMIT])
+    continuation = RunContinuation(run, config, TASK, 0, rolled_back(resumed(run)), lambda: reasons)
+    continuation.go_on(Verdict(EXIT_STOPPED, "StopRequested"))
+    assert [options(call, "nodes") for call in slurm.calls("sbatch")] == ["4"]
+
+
+def test_as_many_nodes_as_share_out_the_batch_are_waited_for(
+    run: RunDir, groups: list[NodeGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fourth one may come any minute."""
+    monkeypatch.setattr(wait_for_nodes, "_MIN_NODES_WAIT_S", 0.0)
+    group = NodeGroup(run.control / "crew", 0, 4, 15.0)
+    context = AgentContext(run, config_of(4, 3), group, StopRequests(), Cluster(), print)
+    there, events = groups[0].members(), resumed(run)
+    assert WaitForNodes(context).is_over(there)
+    rolled_back(events)
+    wait = WaitForNodes(context)
+    kept = run.events.rename(run.path / "kept")
+    # A loop: storage that fails.
+    run.events.symlink_to(run.events)
+    assert not wait.is_over(there)
+    run.events.unlink()
+    kept.rename(run.events)
+    assert not wait.is_over(there)
+    # What was found is kept.
+    run.events.rename(kept)
+    run.events.symlink_to(run.events)
+    assert not wait.is_over(there)

@@ -17,11 +17,15 @@ import pytest
 from job_in_slurm import NODES, TASK, Slurm, jobs, options, requeued
 from support.waiting import eventually
 
-from conf.schema import ClusterConfig, Config, Requeue
+from conf.schema import ClusterConfig, Config, Device, Requeue
+from launchers.node_agent import StopRequests
 from launchers.node_group import NodeGroup, Order
 from orchestra.agents import srun_failed
 from orchestra.agents.agent import group_folder
-from orchestra.agents.context import END, REFUSE, START
+from orchestra.agents.context import END, REFUSE, START, AgentContext
+from orchestra.agents.leader import Leader
+from orchestra.agents.slurm_job import SlurmJob
+from orchestra.agents.srun_failed import Agents
 from orchestra.errors import LaunchError
 from orchestra.recovery.history import attempt_of
 from orchestra.recovery.incidents import node_verdict
@@ -106,6 +110,29 @@ def test_agents_that_ended_by_themselves_before_an_attempt_are_not_followed(
     came(run, 0).leave()
     came(run, 1).leave()
     assert moved(run) is None
+
+
+def test_agents_that_gave_up_over_a_dead_node_are_not_followed_without_the_healthy_ones(
+    run: RunDir, slurm: Slurm
+) -> None:
+    """Three jobs did no better. The dead node's name is the only one that is left on the list."""
+    before = EventWriter(run, "crew.before", -1, before_start=True)
+    for _ in range(3):
+        before.write("requeued", rule="nodes_unfit")
+    dead = came(run, 1)
+    dead.step_down({})
+    config = Config(cluster=ClusterConfig(nodes=2, gpus_per_node=1, device=Device.cpu))
+    healthy = came(run, 0)
+    context = AgentContext(run, config, healthy, StopRequests(), SlurmJob(run, config, TASK), print)
+    Leader(context).look(None)
+    healthy.leave()
+    assert moved(run) is None
+    assert slurm.calls("sbatch") == []
+    (failed,) = [event for event in read_events(run) if event["event"] == "start_failed"]
+    assert (failed["unfit"], failed["cause"]) == (
+        ["node2"],
+        "node2: its agent fell silent before the first attempt",
+    )
 
 
 def test_a_run_that_may_not_go_on_says_why(run: RunDir, slurm: Slurm) -> None:
@@ -302,3 +329,22 @@ def test_an_srun_is_left_alone_while_a_beat_moves_and_after_all_have_left(run: R
     first = looks(run)
     assert eventually(lambda: looks(run) > first + 3 * 10**9, 60)
     assert is_left_alone(script)
+
+
+def seen(agents: Agents, num_looks: int) -> list[bool]:
+    """Return whether they are dead, look by look."""
+    return [agents.are_dead() for _ in range(num_looks)]
+
+
+def test_agents_that_live_elsewhere_alone_have_as_long_as_they_give_each_other(run: RunDir) -> None:
+    """The one of this host stepped down: a pause of the others is no end of the step."""
+    beat = came(run, 1).folder / "beat-001"
+    agents = Agents(beat.parent, [str(run.path)], 10.0)
+    assert not agents.are_dead()
+    beat.write_text("another\n")
+    assert seen(agents, 11) == [False] * 10 + [True]
+
+
+def test_agents_that_went_with_the_one_of_this_host_are_waited_for_shortly(run: RunDir) -> None:
+    agents = Agents(came(run, 1).folder, [str(run.path)], 10.0)
+    assert seen(agents, 5) == [False] * 4 + [True]

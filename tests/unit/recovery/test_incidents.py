@@ -162,6 +162,28 @@ def test_who_resumes_a_run_that_had_ended_is_a_person() -> None:
     assert by_hand == [True, False, True, False, False, True]
 
 
+def test_who_resumes_a_run_whose_next_job_began_no_attempt_is_a_person() -> None:
+    def moved(**evidence: str) -> Log:
+        log = Log().start(0).fail(0).end(0, decision="requeue").write(0, "requeued", job="8", how="chain")
+        return log.write(0, "start_failed", code=1, before_start=True, **evidence) if evidence else log
+
+    assert not moved().start(1, job="8").end(1).last.by_hand
+    assert moved(job="8").start(1, job="9").end(1).last.by_hand
+    assert moved().write(1, "cancelled", job="8").start(1, job="9").end(1).last.by_hand
+    # Slurm began that very job again, or the job moved on before its attempt began.
+    assert not moved(job="8").start(1, job="8").end(1).last.by_hand
+    again = moved(job="8").write(0, "requeued", job="9", before_start=True)
+    assert not again.start(1, job="9").end(1).last.by_hand
+    # It was cancelled in the moment that it was submitted.
+    at_once = moved().write(0, "cancelled", job="8")
+    assert at_once.start(1, job="9").end(1).last.by_hand
+    # An older job that an administrator started again says nothing of one that restarts in place.
+    older = moved().start(1, job="8").fail(1).write(1, "start_failed", code=1, job="7", before_start=True)
+    assert not older.end(1).start(2, job="8").end(2).last.by_hand
+    # A cancel of the attempt itself.
+    assert not moved().start(1, job="8").write(1, "cancelled", job="7").end(1).last.by_hand
+
+
 def test_slurm_starts_a_job_again_without_a_word() -> None:
     log = Log().start(0, job="7").start(1, job="7").end(1)
     assert [incident.by_hand for incident in log.incidents()] == [True, False]

@@ -197,6 +197,16 @@ def test_a_lost_node_that_is_back_is_used_and_no_place_left_here_means_another_j
     assert (ended.action, ended.exclude) == (Action.give_up, ())
 
 
+def test_a_node_that_is_lost_beside_one_that_failed_twice_is_left_out_and_not_listed() -> None:
+    both = replace(LOST, blamed=("node2", "node3"))
+    decision = after(LOST, both, resources=replace(FOUR, hosts=("node1", "node4")))
+    assert (decision.rule, decision.exclude, decision.listed) == (
+        "same_host_twice",
+        ("node2", "node3"),
+        ("node2",),
+    )
+
+
 def test_a_node_that_is_not_fit_any_more_is_replaced_but_a_shrunk_run_goes_on_as_it_is() -> None:
     decision = after(KILLED, resources=replace(LEFT, spares=("node5",)))
     assert (decision.action, decision.charged) == (Action.replace, True)
@@ -269,6 +279,10 @@ def test_only_a_checkpoint_of_a_later_step_than_ever_is_progress() -> None:
 
 def test_a_host_that_computed_wrongly_is_left_out_at_once_and_listed() -> None:
     blamed = replace(BROKEN, blamed=("node2",))
+    # Nobody is charged: restarts that are used up end nothing.
+    used_up = [replace(KILLED, step=step, committed=140) for step in (141, 143, 147)]
+    assert after(*used_up, blamed).rule == "broken_device"
+    assert after(*used_up, BROKEN).rule == "no_progress"
     decision = after(blamed)
     assert (decision.action, decision.rule) == (Action.requeue, "broken_device")
     assert (decision.exclude, decision.listed, decision.charged) == (("node2",), ("node2",), False)
