@@ -59,11 +59,19 @@ def test_members_train_as_single_runs_do_and_only_once(tmp_path: Path) -> None:
 def test_one_signal_saves_what_trains_and_resume_goes_on_with_the_rest(tmp_path: Path) -> None:
     sweep = (*ONE_RANK, "train.steps=100000", "checkpoint.every_steps=1000", "train.seed=1,2", PACE)
     command = subprocess.Popen(
-        words("run", "-m", *sweep), cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True
+        ["nohup", *words("run", "-m", *sweep)],
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        text=True,
     )
     try:
         first = RunDir(tmp_path / "runs" / "grid" / "000")
         assert eventually(lambda: first.metrics.exists() and len(read_metrics(first)) > 3, 90)
+        # The terminal hangs up, of which a command under nohup takes no notice.
+        os.kill(command.pid, signal.SIGHUP)
+        trained = len(read_metrics(first))
+        assert eventually(lambda: len(read_metrics(first)) > trained + 10, 90)
         states = json.loads(orchestra(tmp_path, "status", "grid", "--json").stdout)[0]["members"]
         assert [member["state"] for member in states] == ["running", "not started"]
         os.kill(command.pid, signal.SIGINT)

@@ -105,7 +105,9 @@ def _forwarded(children: Sequence[_TrainingMember]) -> Iterator[list[int]]:
         for child in children:
             child.process.send_signal(number)
 
-    before = {number: signal.signal(number, forward) for number in _SIGNALS}
+    # What was ignored before stays so: SIGHUP under nohup.
+    taken = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, forward) for number in taken}
     try:
         yield received
     finally:
