@@ -161,13 +161,18 @@ PARENT_VARIABLE = "LAUNCHERS_PARENT_PID"
 _EXIT_NOT_STARTED = 127
 
 
+def signal_at_parents_end(number: int) -> None:
+    """Have the kernel send a signal to this process when its parent (the thread that started it) ends."""
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+
+
 def die_with_parent(parent: int) -> None:
     """Have the kernel send SIGKILL to this process when its parent (the thread that started it) ends.
 
     Exits at once when `parent` is already gone.
     """
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    signal_at_parents_end(signal.SIGKILL)
     if os.getppid() != parent:
         raise SystemExit(_EXIT_NOT_STARTED)
 

@@ -45,6 +45,7 @@ from orchestra.run.events import read_events
 from orchestra.run.heartbeat import beats_folder
 from orchestra.run.paths import RunDir, SweepDir
 from orchestra.run.permissions import open_to_group
+from orchestra.sizes.compilation import is_wanted
 from orchestra.submit.launch import binding_here, worker_environment
 
 _POLL_S = 0.2
@@ -281,10 +282,10 @@ def _needs_compiler(config: Config) -> bool:
     """Whether ranks will import torch's compiler: for blocks that are compiled, and because torch's
     checkpoints of activations, its optimizers and operators of one's own ask whether they are being compiled.
     """
-    train, may_have_gpu = config.train, config.cluster.device is not Device.cpu
-    is_compiled = train.compile is True or (train.compile is not False and may_have_gpu)
+    train, device = config.train, "cpu" if config.cluster.device is Device.cpu else "cuda"
     recomputes = train.recompute is not Recompute.none or train.recompute_budget_gib is not None
-    return is_compiled or recomputes or config.model.num_experts > 0 or config.optim.target is not None
+    has_operators = config.model.num_experts > 0 or config.optim.target is not None
+    return is_wanted(train.compile, device) or recomputes or has_operators
 
 
 def context_of_task(words: Sequence[str], signals: StopRequests, owner: ServerOwner) -> AgentContext:

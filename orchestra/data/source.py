@@ -22,6 +22,7 @@ from orchestra.data.block_checks import BlockChecks
 from orchestra.data.order import Int64, sample_ids
 from orchestra.data.plugged_source import open_plugged
 from orchestra.data.token_files import (
+    BYTES_SEPARATOR,
     TokenIndex,
     check_separator,
     check_size,
@@ -223,14 +224,12 @@ def _split(position: int, count: int, left: int, whole: int) -> tuple[int, npt.N
 
 # The running interpreter's own library as text: real prose and code on every machine, nothing to download.
 #
-# All *.py files of the standard library in the order of their names, as bytes, each followed by SEPARATOR.
+# All *.py files of the standard library in the order of their names, as bytes, BYTES_SEPARATOR after each.
 # Tests, site-packages and IDLE are left out. The text depends on the version of Python, so a run resumed
 # under another one would see other samples. One file in twenty, chosen by its name alone, is held out: no run
 # trains on it, whether it evaluates or not.
 
 
-# The id after the 256 byte values; follows each document.
-SEPARATOR = 256
 VOCAB_SIZE = 257
 
 _LEFT_OUT = {"test", "tests", "idle_test", "idlelib", "site-packages", "dist-packages", "__pycache__"}
@@ -260,13 +259,13 @@ def stdlib_files(*, held_out: bool = False) -> list[Path]:
 
 
 def stdlib_tokens(*, held_out: bool = False) -> npt.NDArray[np.uint16]:
-    """Return the text as tokens (uint16): bytes, with SEPARATOR after each file. About 11 million, and
+    """Return the text as tokens (uint16): bytes, with BYTES_SEPARATOR after each file. About 11 million, and
     half a million that are held out.
 
     Raises DataError where the library cannot be read.
     """
     parts = []
-    separator = np.array([SEPARATOR], dtype=np.uint16)
+    separator = np.array([BYTES_SEPARATOR], dtype=np.uint16)
     try:
         for path in stdlib_files(held_out=held_out):
             parts += [np.frombuffer(path.read_bytes(), dtype=np.uint8).astype(np.uint16), separator]
@@ -295,7 +294,7 @@ def separator_of(data: DataConfig) -> int:
     when the source is opened. Raises DataError where no token can be it.
     """
     if data.source == Source.stdlib:
-        return SEPARATOR
+        return BYTES_SEPARATOR
     path = _parts(data)[0].path
     index = index_of(path)
     check_separator(index, path)

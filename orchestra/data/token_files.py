@@ -26,6 +26,8 @@ from orchestra.sizes.units import MIB
 
 FORMAT = "orchestra tokens"
 VERSION = 1
+# The token that ends documents of bytes: the id after their 256 values.
+BYTES_SEPARATOR = 256
 DTYPE_BYTES = {"uint16": 2, "uint32": 4}
 # One checksum for this many bytes, which are read when the first of their samples is: small, so that the
 # first batches wait for few of them, and 1e12 tokens of 4 bytes still need only 11 MB of index.

@@ -136,9 +136,6 @@ def is_fake(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
-_fakes_are_on_gpu = False
-
-
 class NoTorchInit(TorchFunctionMode):
     """Lets torch's layers leave their parameters as they are, for models whose values come later.
 
@@ -157,6 +154,9 @@ class NoTorchInit(TorchFunctionMode):
         if getattr(func, "__module__", None) == "torch.nn.init":
             return args[0] if args else named["tensor"]
         return func(*args, **named)
+
+
+_fakes_are_on_gpu = False
 
 
 @contextmanager

@@ -8,7 +8,6 @@ whoever goes on with the sweep.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 from collections.abc import Iterable, Mapping
@@ -20,8 +19,6 @@ from orchestra.run.files import Record
 from orchestra.run.paths import RunDir
 
 _VARIABLE = "ORCHESTRA_SWEEP_COMMAND"
-# <sys/prctl.h>
-_PR_SET_PDEATHSIG = 1
 
 
 def begun_by_this() -> dict[str, str]:
@@ -44,7 +41,7 @@ def stop_with_command() -> None:
     other processes. *Main thread only*, before training begins.
     """
     if beginner(os.environ).get("begun_by", {}).get("pid") == os.getppid():
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        processes.signal_at_parents_end(signal.SIGTERM)
 
 
 def unwatched(members: Iterable[tuple[RunDir, RunState]]) -> list[RunDir]:

@@ -9,12 +9,18 @@ from conf.schema import Config, DataConfig, Source
 from orchestra.config.machine import Situation
 from orchestra.config.rules.place_rules import problems_of_blend, problems_of_token_file
 from orchestra.data.held_out import evaluates, held_out_data, other_separator
-from orchestra.data.token_files import TokenIndex, local_prefix, read_index, token_file_prefix
+from orchestra.data.token_files import (
+    BYTES_SEPARATOR,
+    TokenIndex,
+    local_prefix,
+    read_index,
+    token_file_prefix,
+)
 from orchestra.errors import ConfigError, DataError
 from orchestra.run.metrics_file import is_eval_column
 
 # The tokenizer of data.source=stdlib, as an index names it, and the separator.
-_BYTES = ("bytes", "", 256)
+_BYTES = ("bytes", "", BYTES_SEPARATOR)
 
 
 def rule_eval_data(config: Config, _: Situation) -> Iterator[str]:

@@ -161,11 +161,9 @@ class _OneByOne(torch.autograd.Function):
         kept, weights, tickets = saved[:4], saved[4:7], saved[7:]
         is_compiled = torch.compiler.is_compiling()
         takers = [] if is_compiled else [weight_gradient(ticket) for ticket in tickets]
-        if takers and all(taker.takes_now for taker in takers):
-            grad_rows = _with_takers(grads[0], kept, weights, takers)
-            return grad_rows, None, *[None] * (3 + len(tickets))
         if takers:
-            grad_rows = _weights_later(grads[0], kept, weights, takers)
+            pass_of = _with_takers if all(taker.takes_now for taker in takers) else _weights_later
+            grad_rows = pass_of(grads[0], kept, weights, takers)
             return grad_rows, None, *[None] * (3 + len(tickets))
         grad_rows, *of_weights = _experts_gradients(grads[0], *kept, *weights)
         given = [

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from conf.schema import BlendPart, DataConfig, Source
 from orchestra.data.source import (
-    SEPARATOR,
     VOCAB_SIZE,
     Blend,
     TokenSamples,
@@ -24,7 +23,7 @@ from orchestra.data.source import (
     stdlib_files,
     stdlib_tokens,
 )
-from orchestra.data.token_files import names_of_parts
+from orchestra.data.token_files import BYTES_SEPARATOR, names_of_parts
 from orchestra.errors import DataError
 
 
@@ -51,8 +50,8 @@ def test_stdlib_is_the_interpreters_text_with_a_separator_after_each_file() -> N
     files = stdlib_files()
     assert tokens.dtype == np.uint16
     assert len(tokens) > 5_000_000
-    assert (tokens == SEPARATOR).sum() == len(files)
-    assert tokens[-1] == SEPARATOR
+    assert (tokens == BYTES_SEPARATOR).sum() == len(files)
+    assert tokens[-1] == BYTES_SEPARATOR
     first = files[0].read_bytes()
     assert tokens[: len(first)].astype(np.uint8).tobytes() == first
     assert tokens.max() < VOCAB_SIZE
