@@ -61,6 +61,12 @@ _ROW_BYTES = 1 << 14
 _LOG_CHARACTERS = 3000
 
 
+def slow_attempts(count: int, seconds: float) -> str:
+    """Return the setting by which rank 0 takes its time in each step of the first attempts alone."""
+    fault = f"at_step: 1, rank: 0, fault: slow, seconds: {seconds:g}"
+    return f"recovery.inject=[{', '.join(f'{{{fault}, attempt: {number}}}' for number in range(count))}]"
+
+
 class TooLateError(AssertionError):
     """What was waited for did not come within its limit."""
 

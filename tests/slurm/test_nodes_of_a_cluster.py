@@ -1,5 +1,5 @@
 """Nodes of a real cluster: `orchestra doctor` and `orchestra bench network` try them, those that failed are
-left out of later jobs, and all look at themselves and each other first.
+left out of later jobs.
 """
 
 from __future__ import annotations
@@ -44,16 +44,6 @@ def test_a_listed_node_gets_no_part_in_a_job_until_its_file_is_removed(cluster: 
     findings = cluster.orchestra("doctor", check=False).stdout
     assert f"{listed} of cluster" in findings
     assert "rm " in findings
-
-
-def test_all_nodes_look_at_themselves_and_none_is_found_wanting(cluster: Site) -> None:
-    nodes = ("cluster.nodes=3", "cluster.spare_nodes=1")
-    run = cluster.submit_run("looked-at", *nodes, "train.steps=3")
-    run.assert_job_ends("COMPLETED")
-    (checked,) = run.events("node_checked")
-    assert (checked["nodes"], checked["looked"]) == (4, 4), run.logs()
-    assert not {"unfit", "doubt", "left_out", "clock_off_s"} & set(checked), checked
-    assert run.events("node_slow") == []
 
 
 def test_doctor_finds_two_nodes_well_and_leaves_no_job(cluster: Site) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from matrix_injections import LENGTH
 from matrix_oracle import References, assert_as_if_nothing_had_happened, samples
-from sites import SLOW_FIRST_ATTEMPT, Site, SubmittedRun
+from sites import SLOW_FIRST_ATTEMPT, Site, SubmittedRun, slow_attempts
 
 from orchestra.agents.agent import group_folder
 from orchestra.run.files import Record, read_json_lines
@@ -46,9 +46,11 @@ def trains_again(run: SubmittedRun, attempt: int) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_rank_agent_and_first_node_are_lost_one_after_another(cluster: Site, references: References) -> None:
-    shape = (*QUICK, SLOW_FIRST_ATTEMPT, "cluster.nodes=3", "cluster.spare_nodes=1")
-    run = cluster.submit_run("hunted", *LENGTH, *shape)
+def test_rank_agent_and_first_node_of_a_pipeline_are_lost_one_after_another(cluster: Site) -> None:
+    stages = ("parallelism.pp=3", "parallelism.zero=1", "model.num_hidden_layers=4")
+    stages += ("train.steps=120", "checkpoint.every_steps=10", "data.ledger=true", "train.micro_batch_size=1")
+    shape = (*QUICK, slow_attempts(3, 0.1), "cluster.nodes=3", "cluster.spare_nodes=1")
+    run = cluster.submit_run("hunted", *stages, *shape)
     run.wait_for_step(13)
     first = run.hosts(0)
     run.hit_rank(1)
@@ -67,24 +69,14 @@ def test_rank_agent_and_first_node_are_lost_one_after_another(cluster: Site, ref
     (replaced,) = run.events("node_replaced")
     assert replaced["host"] == first[0]
     assert run.hosts(3) == [replaced["by_host"], *first[1:]]
-    assert_as_if_nothing_had_happened(run, references.of(3))
-
-
-@pytest.mark.timeout(300)
-def test_a_spare_takes_the_place_of_a_stage_in_the_midst_of_a_pipeline(cluster: Site) -> None:
-    stages = ("parallelism.pp=3", "parallelism.zero=1", "model.num_hidden_layers=4")
-    stages += ("train.steps=60", "checkpoint.every_steps=10", "data.ledger=true", "train.micro_batch_size=1")
-    shape = (*QUICK, SLOW_FIRST_ATTEMPT, "cluster.nodes=3", "cluster.spare_nodes=1")
-    run = cluster.submit_run("staged", *stages, *shape)
-    run.wait_for_step(13)
-    gone = run.hosts(0)[1]
-    run.fail_node(1)
-    trains_again(run, 1)
-    (replaced,) = run.events("node_replaced")
-    assert (replaced["host"], replaced["by_host"]) == (gone, run.hosts(1)[1])
-    # Paid for with the one that stood by, and after that with those that are left.
-    assert [event["nodes_held"] for event in run.events("attempt_started")] == [4, 3]
-    assert_as_if_nothing_had_happened(run, References(cluster, stages, "staged").of(3))
+    # Paid for with the one that stood by, and at last with those that are left.
+    assert [event["nodes_held"] for event in run.events("attempt_started")] == [4, 4, 4, 3]
+    # All nodes had looked at themselves and each other first, and none was found wanting.
+    (checked,) = run.events("node_checked")
+    assert (checked["nodes"], checked["looked"]) == (4, 4), run.logs()
+    assert not {"unfit", "doubt", "left_out", "clock_off_s"} & set(checked), checked
+    assert run.events("node_slow") == []
+    assert_as_if_nothing_had_happened(run, References(cluster, stages, "hunted").of(3))
 
 
 @pytest.mark.timeout(300)
