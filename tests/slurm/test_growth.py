@@ -8,25 +8,23 @@ from pathlib import Path
 import pytest
 from matrix_injections import LENGTH
 from matrix_oracle import References, samples
-from sites import TINY, Site, SubmittedRun
+from sites import TINY, Site, SubmittedRun, slow_attempts
 
 from orchestra.run.paths import SweepDir
 
 pytestmark = pytest.mark.slow
 
-# Each attempt takes its time.
-SLOW = "recovery.inject=[{at_step: 1, rank: 0, fault: slow, seconds: 0.08, attempt: all}]"
+# What three nodes take by default; two of them, or one rank, take it too.
+BATCH = "train.global_batch_size=18"
 QUICK = ("cluster.gpus_per_node=1", "recovery.agent_timeout_s=5", "recovery.backoff_s=0.1")
 
 
 @pytest.mark.timeout(500)
-def test_a_run_begins_with_what_is_free_and_grows_shrinks_and_grows_again(
-    cluster: Site, references: References
-) -> None:
+def test_a_run_begins_with_what_is_free_and_grows_shrinks_and_grows_again(cluster: Site) -> None:
     held = cluster.run("sbatch", "--parsable", "--nodes=2", "--exclusive", "--wrap=sleep 600").stdout.strip()
-    run = cluster.submit_run(
-        "growing", *LENGTH, *QUICK, SLOW, "cluster.nodes=2..3", "recovery.resize_every_s=1"
-    )
+    # Each attempt takes its time but the last one.
+    shape = (*QUICK, slow_attempts(4, 0.08), "cluster.nodes=2..3", "recovery.resize_every_s=1")
+    run = cluster.submit_run("growing", *LENGTH, BATCH, *shape)
     run.wait_for_step(12)
     first = run.hosts(0)
     assert len(first) == 2
@@ -62,7 +60,9 @@ def test_a_run_begins_with_what_is_free_and_grows_shrinks_and_grows_again(
     for before in (0, 2, 3):
         (stopped,) = {event["step"] for event in run.events("stop_requested") if event["attempt"] == before}
         assert restored[before + 1] == stopped
-    assert samples(run.dir) == samples(references.of(3))
+    # Which samples a step takes depends on no layout: a single rank tells them soonest.
+    whole = References(cluster, (*LENGTH, BATCH), "growing").of(1)
+    assert samples(run.dir) == samples(whole)
     run.wait(run.is_over, "its jobs are over")
     run.wait(lambda: cluster.queue("--name=growing+") == [], "those that helped it are over")
 
@@ -71,7 +71,8 @@ def test_a_run_begins_with_what_is_free_and_grows_shrinks_and_grows_again(
 def test_a_member_of_a_sweep_grows_by_a_job_of_its_own_name(cluster: Site) -> None:
     """One node is free for two members of one or two nodes: the first begins on it, the second one waits."""
     held = cluster.run("sbatch", "--parsable", "--nodes=3", "--exclusive", "--wrap=sleep 600").stdout.strip()
-    words = (*TINY, *QUICK, SLOW, "train.steps=120", "cluster.nodes=1..2", "recovery.resize_every_s=1")
+    slow = slow_attempts(1, 0.08)
+    words = (*TINY, *QUICK, slow, "train.steps=120", "cluster.nodes=1..2", "recovery.resize_every_s=1")
     facts = json.loads(
         cluster.orchestra("submit", "-m", *words, "train.seed=1,2", "run.name=swept", "--json").stdout
     )
