@@ -11,6 +11,7 @@ from matrix_oracle import losses
 from sites import ENDLESS, HELD, Site, SubmittedRun, wait_until
 
 from orchestra.run.config_file import read_config
+from slurm.cluster.hosts import start_ticks
 
 pytestmark = pytest.mark.slow
 
@@ -21,6 +22,11 @@ exec "$@"
 """
 
 
+def at_work(cluster: Site) -> set[tuple[int, int | None]]:
+    """Return the processes of jobs, each by its number and its start: numbers come again."""
+    return {(pid, start_ticks(pid)) for processes in cluster.busy_nodes().values() for pid in processes}
+
+
 @pytest.mark.timeout(360)
 def test_a_run_survives_its_time_limit_bit_for_bit(cluster: Site) -> None:
     limited = ("cluster.nodes=3", "cluster.time_limit=2", "recovery.stop_timeout_s=5")
@@ -28,10 +34,13 @@ def test_a_run_survives_its_time_limit_bit_for_bit(cluster: Site) -> None:
     slow = "recovery.inject=[{at_step: 5, rank: 1, fault: slow, seconds: 2, steps: 100000}]"
     run = cluster.submit_run("limited", "train.steps=300", *limited, slow)
     run.wait_for_step(3)
+    first = at_work(cluster)
     # The same layout of six ranks, uninterrupted, while Slurm counts.
     whole = cluster.train_here("whole", "train.steps=300", "cluster.gpus_per_node=6")
     run.wait_for_event("requeued", 110)
     cluster.start_again_now(run.job)
+    run.wait_for_attempt(1)
+    assert not first & at_work(cluster)
     run.assert_job_ends("COMPLETED")
     (event,) = run.events("requeued")
     assert (event["how"], event["reason"], event["job"]) == ("requeue", "time_limit", run.job)
@@ -77,10 +86,12 @@ def test_preempted_and_requeued_by_hand_it_goes_on_until_it_is_cancelled(cluster
     run.wait_for_steps(1)
     assert run.events("restored")[-1]["step"] == before
 
+    first = at_work(cluster)
     cluster.run("scontrol", "requeue", run.job)
     cluster.start_again_now(run.job)
     run.wait_for_attempt(2)
     run.wait_for_steps(1)
+    assert not first & at_work(cluster)
     assert [start["job_start"] for start in run.events("attempt_started")] == [0, 1, 2]
 
     cluster.orchestra("cancel", "preempted")

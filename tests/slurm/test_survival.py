@@ -17,21 +17,16 @@ pytestmark = pytest.mark.slow
 LONG = (*ENDLESS, "cluster.gpus_per_node=1", "checkpoint.every_steps=50")
 
 
-def pids_at_work(cluster: Site) -> set[int]:
-    return {pid for processes in cluster.busy_nodes().values() for pid in processes}
-
-
-def test_silent_controller_and_requeue_and_a_signal_to_one_agent(cluster: Site) -> None:
-    """One run of three nodes: Slurm goes silent, then starts it again, then one agent is told to stop."""
-    run = cluster.submit_run("survivor", "cluster.nodes=3", *LONG)
+def test_silent_controller_and_a_signal_to_one_agent(cluster: Site) -> None:
+    """One run of two nodes: Slurm goes silent and comes back, then one agent is told to stop."""
+    run = cluster.submit_run("survivor", "cluster.nodes=2", *LONG)
     run.wait_for_step(3)
     for words in ("launchers.bound_torchrun", "orchestra.agents", "orchestra.train"):
-        assert len(cluster.nodes_with(words)) == 3, cluster.busy_nodes()
-    first = pids_at_work(cluster)
+        assert len(cluster.nodes_with(words)) == 2, cluster.busy_nodes()
     ours = [pid for busy in cluster.busy_nodes().values() for pid, line in busy.items() if "srun" not in line]
     heard = {address for pid in ours for address in listening.addresses(pid).values()}
     # torchrun, rank 0's store, ring and gloo: each at its node's own address. srun itself listens at all.
-    assert len(heard) == 3, heard
+    assert len(heard) == 2, heard
     assert "*" not in heard
 
     with cluster.silent_controller():
@@ -42,13 +37,6 @@ def test_silent_controller_and_requeue_and_a_signal_to_one_agent(cluster: Site) 
     wait_until(lambda: cluster.job_state(run.job) == "RUNNING", "the controller answers")
     assert "note:" not in cluster.orchestra("status", "survivor").stderr
     assert [event["attempt"] for event in run.events("attempt_started")] == [0]
-
-    cluster.run("scontrol", "requeue", run.job)
-    wait_until(lambda: not first & pids_at_work(cluster), "all are gone")
-    cluster.start_again_now(run.job)
-    run.wait_for_attempt(1)
-    run.wait_for_steps(3)
-    assert not first & pids_at_work(cluster)
 
     os.kill(run.agent_pid(max(run.hosts())), signal.SIGTERM)
     cluster.wait_until_clean()
