@@ -72,11 +72,14 @@ def test_a_follower_waits_while_the_other_run_is_chained_stopped_and_resumed(clu
 
 
 def test_what_follows_a_run_that_failed_does_not_train_and_says_why(cluster: Site) -> None:
-    nan = ("train.on_nonfinite=stop", "recovery.inject=[{at_step: 2, rank: 0, fault: nan}]")
-    failing = cluster.submit_run("failing", ONE_RANK, "train.steps=20", *nan)
+    nan = ("train.on_nonfinite=stop", "recovery.inject=[{at_step: 2, rank: 1, fault: nan}]")
+    failing = cluster.submit_run("failing", ONE_RANK, "cluster.nodes=2", "train.steps=20", *nan)
     # So soon an end is believed here.
     soon = ("recovery.agent_timeout_s=5", "recovery.heartbeat_timeout_s=6")
     follower = submit_after(cluster, "failing", "follower", *soon)
+    failing.assert_job_ends("FAILED", "93:0")
+    state = failing.status()
+    assert (state["state"], state["code"]) == ("failed", 93)
     follower.assert_job_ends("FAILED", "93:0")
     why = " ".join(cluster.orchestra("why", "follower").stdout.split())
     assert "it begins after failing, which failed (exit code 93: NonFiniteError)" in why

@@ -32,15 +32,25 @@ def listed(cluster: Site) -> Iterator[str]:
     shutil.rmtree(excluded_folder(cluster.runs), ignore_errors=True)
 
 
-def test_a_listed_node_gets_no_part_in_a_job_until_its_file_is_removed(cluster: Site, listed: str) -> None:
+def test_a_listed_node_gets_no_part_in_a_run_that_a_warning_to_all_its_processes_stops(
+    cluster: Site, listed: str
+) -> None:
+    """All its nodes stop after one step, with a checkpoint."""
     shown = cluster.orchestra("submit", *TINY, "cluster.nodes=2", "run.name=avoiding", "--dry-run")
     assert f"#SBATCH --exclude={listed}\n" in shown.stdout
     assert f"without {listed}: {listed} failed twice" in shown.stderr
     assert "expects to start it at" in shown.stderr
-    run = cluster.submit_run("avoiding", "cluster.nodes=2", "train.steps=3")
-    run.assert_job_ends("COMPLETED")
-    (start,) = run.events("attempt_started")
-    assert listed not in start["hosts"]
+    # Nobody's mail is to say that it failed.
+    once = ("cluster.requeue=never", "cluster.stop_exit_code=0")
+    run = cluster.submit_run("warned", "cluster.nodes=2", "train.steps=100000", *once)
+    run.wait_for_step(3)
+    assert listed not in run.hosts(0)
+    cluster.run("scancel", "--signal=USR2", run.job)
+    run.assert_job_ends("COMPLETED", "0:0")
+    stopped = {event["step"] for event in run.events("failed") if "rank" in event}
+    assert len(stopped) == 1
+    state = run.status()
+    assert (state["state"], state["code"], state["checkpoint_step"]) == ("stopped", 75, *stopped)
     findings = cluster.orchestra("doctor", check=False).stdout
     assert f"{listed} of cluster" in findings
     assert "rm " in findings

@@ -32,14 +32,6 @@ def test_three_nodes_train_as_one_run(cluster: Site) -> None:
     assert (state["state"], state["step"], state["attempts"]) == ("finished", 5, 1)
 
 
-def test_failing_run_is_failed_in_slurm_with_its_exit_code(cluster: Site) -> None:
-    overrides = ("cluster.nodes=2", "train.steps=20", "train.on_nonfinite=stop")
-    run = cluster.submit_run("diverging", *overrides, "recovery.inject=[{at_step: 3, rank: 1, fault: nan}]")
-    run.assert_job_ends("FAILED", "93:0")
-    state = run.status()
-    assert (state["state"], state["code"]) == ("failed", 93)
-
-
 def test_rank_that_is_killed_on_another_node_ends_all_nodes(cluster: Site) -> None:
     fault = "recovery.inject=[{at_step: 3, rank: 3}]"
     once = "recovery.max_restarts=0"
@@ -49,20 +41,6 @@ def test_rank_that_is_killed_on_another_node_ends_all_nodes(cluster: Site) -> No
     assert (failure["rank"], failure["signal"]) == (3, "SIGKILL")
     assert failure["host"] != run.events("attempt_started")[0]["host"]
     assert f"rank 3 on {failure['host']} failed" in cluster.orchestra("why", "killed").stdout
-
-
-def test_warning_to_all_processes_stops_all_nodes_after_one_step_with_a_checkpoint(cluster: Site) -> None:
-    # Nobody's mail is to say that it failed.
-    once = ("cluster.requeue=never", "cluster.stop_exit_code=0")
-    run = cluster.submit_run("warned", "cluster.nodes=2", "train.steps=100000", *once)
-    run.wait_for_step(3)
-    cluster.run("scancel", "--signal=USR2", run.job)
-    run.assert_job_ends("COMPLETED", "0:0")
-    assert (run.status()["state"], run.status()["code"]) == ("stopped", 75)
-    stopped = {event["step"] for event in run.events("failed") if "rank" in event}
-    assert len(stopped) == 1
-    state = run.status()
-    assert (state["state"], state["checkpoint_step"]) == ("stopped", *stopped)
 
 
 def test_neither_a_later_edit_of_the_source_nor_the_callers_own_allocation_reaches_the_job(
