@@ -22,9 +22,11 @@ from tests.support import listening
 pytestmark = pytest.mark.slow
 
 STEPS = ("train.steps=240", "checkpoint.every_steps=10")
+SLOW = "at_step: 1, rank: 0, fault: slow, seconds: 0.1"
 SETTINGS = (
     *("cluster.nodes=2", "cluster.gpus_per_node=1", "recovery.memory_copy_every_steps=3"),
-    "recovery.inject=[{at_step: 1, rank: 0, fault: slow, seconds: 0.1, attempt: all}]",
+    # The last steps of the second attempt show nothing more.
+    f"recovery.inject=[{{{SLOW}}}, {{{SLOW}, attempt: 1, steps: 160}}]",
 )
 PROGRAM = Path(__file__).with_name("attacker.py")
 OPEN = 'umask "$0"; exec "$@"'

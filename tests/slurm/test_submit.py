@@ -50,12 +50,13 @@ def test_neither_a_later_edit_of_the_source_nor_the_callers_own_allocation_reach
     tree = cluster.copy_of_the_code("edited")
     changed = tree / "orchestra" / "train" / "__main__.py"
     changed.write_text(changed.read_text().replace("def main()", "UNCOMMITTED = True\n\n\ndef main()"))
-    own = ("train.steps=2", 'cluster.setup=["env > inside"]', "cluster.slurm_extra.begin=now+5")
+    own = ("train.steps=2", 'cluster.setup=["env > inside"]', HELD)
     run = cluster.submit_run("frozen", *own, root=tree, **outer)
     assert cluster.job_state(run.job) == "PENDING"
     assert run.status()["state"] == "queued"
     for file in tree.rglob("*.py"):
         file.write_text("raise SystemExit('edited after it was submitted')\n")
+    cluster.run("scontrol", "release", run.job)
     run.assert_job_ends("COMPLETED")
     assert "UNCOMMITTED" in (run.dir.code / "orchestra" / "train" / "__main__.py").read_text()
     inside = (run.dir.path / "inside").read_text()
@@ -67,7 +68,7 @@ def test_a_set_up_line_that_fails_ends_the_job_and_is_named(cluster: Site) -> No
     """A function as `module` is, with a command inside that fails; the second one fails itself."""
     load = "load() { ls /nowhere; [ $1 = cuda ]; }"
     setup = f"cluster.setup=['{load}','load cuda','load nosuch']"
-    run = cluster.submit_run("unset", "cluster.nodes=2", "train.steps=2", setup)
+    run = cluster.submit_run("unset", "train.steps=2", setup)
     run.assert_job_ends("FAILED", "93:0")
     words = "line 3 of cluster.setup `load nosuch` failed with exit code 1"
     assert f"unset: failed: {words}" in cluster.orchestra("why", "unset").stdout

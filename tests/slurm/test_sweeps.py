@@ -60,7 +60,7 @@ def attempts(facts: Record, index: int) -> list[int]:
 
 
 def test_sweep_is_one_array_and_only_its_killed_member_is_run_again(cluster: Site) -> None:
-    words = (*SMALL, "cluster.nodes=2", "run.name=grid")
+    words = (*SMALL, "run.name=grid")
     facts = swept(cluster, *words, "train.seed=1,2,3")
     assert members_of(facts) == [[0, 1, 2]]
     array = facts["arrays"][0]["id"]
