@@ -31,8 +31,8 @@ demo: $(VENV)/installed ## install, then train a small Llama on this machine's o
 	@echo && echo 'what it writes after "import ":'
 	-@$(BIN)/orchestra generate "$$(ls -td runs/*/ | head -1)" "import " --temperature 0.7 --max-tokens 150
 
-test: system-packages $(VENV)/installed-test lint ## install what tests need, lint, run all tests
-	@$(PYTHON) .ci/lanes $(BIN)/python --durations=15 $(PYTEST_ARGS)
+test: system-packages $(VENV)/installed-test ## install what tests need, lint, run all tests
+	@$(PYTHON) .ci/lanes $(BIN)/python --lint --durations=15 $(PYTEST_ARGS)
 
 test-fast: $(VENV)/installed-test ## the quick unit tests (two to six minutes on two cores)
 	@$(PYTHON) .ci/lanes $(BIN)/python --fast $(PYTEST_ARGS)
