@@ -5,6 +5,7 @@ A test's folder names its stage, and the folders that need something of the mach
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import signal
@@ -61,6 +62,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if marker := MARKERS.get(stage_of(item)):
             item.add_marker(marker)
     items.sort(key=lambda item: STAGES.index(stage_of(item)))
+
+
+def pytest_collection_finish() -> None:
+    """Take modules and tests, which stay, out of what each full garbage collection goes through."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
