@@ -7,11 +7,14 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from commands import (
+    START_S,
     TINY,
+    Started,
     assert_same_training,
     events_of,
     printed,
@@ -25,7 +28,9 @@ from commands import (
 from launchers import numa, processes
 from orchestra.data.order import read_ledger
 from orchestra.report.run_state import read_state
+from orchestra.run.metrics_file import read_metrics
 from orchestra.run.paths import RunDir
+from tests.support.waiting import eventually
 
 STEPS = ("train.steps=40", "checkpoint.every_steps=5", "checkpoint.async_save=false", "data.ledger=true")
 # In attempt 1 the faults come after the step that attempt 0 was killed at, so that there is progress.
@@ -97,7 +102,10 @@ def test_a_run_that_begins_again_is_never_seen_as_failed(tmp_path: Path) -> None
 
 
 # Long enough to be stopped in the midst of it, and over soon.
-SOME_STEPS = ("train.steps=300", "checkpoint.every_steps=50")
+SOME_STEPS = (
+    *("train.steps=200", "checkpoint.every_steps=50"),
+    "recovery.inject=[{at_step: 1, rank: all, fault: slow, seconds: 0.03}]",
+)
 
 
 def torchrun_of(run: RunDir) -> processes.Process:
@@ -122,25 +130,59 @@ def assert_each_rank_has_cores_of_its_own(run: RunDir) -> None:
     assert sorted(map(numa.parsed_cores, started["cores"])) == sorted(tuple(sorted(own)) for own in cores)
 
 
-@pytest.mark.parametrize("warm", ["true", "false"])
-def test_ranks_that_finish_under_a_stopped_torchrun_end_the_run_well(tmp_path: Path, warm: str) -> None:
-    bound = ("cluster.numa_binding=exclusive", f"recovery.warm_start={warm}")
-    started = start_run(tmp_path, "unheard", *TINY, *SOME_STEPS, *bound)
-    started.wait_for_steps(3)
-    assert_each_rank_has_cores_of_its_own(started.run)
-    os.kill(torchrun_of(started.run).pid, signal.SIGSTOP)
+def stop_torchrun(run: RunDir, *, kills: bool) -> None:
+    """Stop it, and kill its only rank or see that each has cores of its own."""
+    ranks, torchrun = ranks_of(run), torchrun_of(run)
+    if not kills:
+        assert_each_rank_has_cores_of_its_own(run)
+    os.kill(torchrun.pid, signal.SIGSTOP)
+    if kills:
+        (rank,) = ranks
+        os.kill(rank.pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def deaf(folder: Path) -> Iterator[dict[str, Started]]:
+    """Runs whose torchrun is stopped after three steps, side by side: each agent waits a while then."""
+    bound = "cluster.numa_binding=exclusive"
+    kinds = {
+        "warm": (bound, "recovery.warm_start=true"),
+        "cold": (bound, "recovery.warm_start=false"),
+        "killed": ("cluster.gpus_per_node=1",),
+    }
+    runs = {name: start_run(folder, name, *TINY, *SOME_STEPS, *more) for name, more in kinds.items()}
+    left = set(runs)
+
+    def are_deaf() -> bool:
+        for name in [name for name in left if len(read_metrics(runs[name].run)) >= 3]:
+            stop_torchrun(runs[name].run, kills=name == "killed")
+            left.remove(name)
+        return not left
+
+    try:
+        assert eventually(are_deaf, START_S), left
+        yield runs
+    finally:
+        for started in runs.values():
+            started.process.kill()
+            started.process.communicate()
+
+
+@pytest.mark.parametrize("start", ["warm", "cold"])
+def test_ranks_that_finish_under_a_stopped_torchrun_end_the_run_well(
+    deaf: dict[str, Started], start: str
+) -> None:
+    started = deaf[start]
     out, err = started.end(0, limit_s=100)
     assert "torchrun is ended: all its ranks ended" in out + err
-    assert trained_rows(started.run)[-1][0] == 300
+    assert trained_rows(started.run)[-1][0] == 200
     assert events_of(started.run, "attempt_started", 1) == []
 
 
-def test_a_rank_killed_under_a_stopped_torchrun_is_followed_by_another_attempt(tmp_path: Path) -> None:
-    started = start_run(tmp_path, "deaf", *TINY, *SOME_STEPS, "cluster.gpus_per_node=1")
-    started.wait_for_steps(3)
-    (rank,) = ranks_of(started.run)
-    os.kill(torchrun_of(started.run).pid, signal.SIGSTOP)
-    os.kill(rank.pid, signal.SIGKILL)
+def test_a_rank_killed_under_a_stopped_torchrun_is_followed_by_another_attempt(
+    deaf: dict[str, Started],
+) -> None:
+    started = deaf["killed"]
     started.end(0, limit_s=100)
     assert len(events_of(started.run, "attempt_started", 1)) == 1
 
