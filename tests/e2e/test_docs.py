@@ -116,8 +116,10 @@ def test_make_demo_trains_on_a_clean_clone(tmp_path: Path) -> None:
     clone = tmp_path / "orchestra"
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
     kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    demo = ["make", "demo", "OVERRIDES=train.steps=40 run.name=demo"]
+    # Most files are never imported. pip takes it for the value of "compile", whatever its name: 0 is no.
+    kept["PIP_NO_COMPILE"] = "0"
+    demo = ["make", "demo", "OVERRIDES=train.steps=20 run.name=demo"]
     done = subprocess.run(demo, cwd=clone, env=kept, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (clone / "runs" / "demo" / "metrics.jsonl").read_text().count("\n") == 40
+    assert (clone / "runs" / "demo" / "metrics.jsonl").read_text().count("\n") == 20
     assert list((clone / "runs" / "demo" / "wandb").glob("offline-run-*/*.wandb"))
