@@ -75,7 +75,8 @@ def main() -> int:
     run, node, num_nodes = RunDir(Path(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3])
     config = read_config(run.config)
     with StopRequests() as signals:
-        group = NodeGroup(group_folder(run.control, "here", 0), node, num_nodes, 15.0)
+        timeout_s = config.recovery.agent_timeout_s
+        group = NodeGroup(group_folder(run.control, "here", 0), node, num_nodes, timeout_s)
         node_check = node_check_of(config, run, group)
         if node_check is not None and "NUM_GPUS" in os.environ:
             wishes = {**wishes_of(config, run), "gpus": int(os.environ["NUM_GPUS"])}

@@ -37,7 +37,8 @@ _ENDLESS = (
     PACE,
 )
 _SOON_S = 30.0
-_STALL_S = 60.0
+# Longer than a rank may be silent.
+_STALL_S = 15.0
 
 _FAULTY_FILE_SYSTEM = '''
 """A folder behind fsspec that fails while a file says so."""
@@ -254,7 +255,7 @@ def test_a_stalled_storage_costs_only_the_saves_that_wait_for_it(
 ) -> None:
     extra, control = faulty
     place = (f"checkpoint.dir=faulty://{tmp_path}/saved", "checkpoint.timeout_s=10")
-    with endless(tmp_path, *place, extra=extra) as started:
+    with endless(tmp_path, *place, "recovery.heartbeat_timeout_s=10", extra=extra) as started:
         control.write_text("stall 1")
         started.wait_for(lambda: events_of(started.run, "checkpoint_failed"), _SOON_S)
         (failure,) = events_of(started.run, "checkpoint_failed")

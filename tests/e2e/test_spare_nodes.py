@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 def train(folder: Path, *overrides: str, environments: dict[int, dict[str, str]]) -> tuple[RunDir, list[str]]:
     """Train on two of three nodes to the end; return the run and what the agents printed."""
     nodes = ("cluster.nodes=2", "cluster.spare_nodes=1", "cluster.gpus_per_node=1", "train.steps=3")
-    run = prepared(folder, *nodes, *overrides)
+    run = prepared(folder, *TINY, *nodes, *overrides)
     return run, train_on_nodes(run, 3, environments, codes=[0, 0, 0])
 
 
@@ -66,7 +66,6 @@ def test_a_node_whose_device_broke_in_an_attempt_has_no_part_in_the_next(tmp_pat
 
 def test_a_spare_takes_the_place_of_a_node_that_computed_wrongly(tmp_path: Path) -> None:
     overrides = (
-        *TINY,
         *("cluster.gpus_per_node=2", "train.steps=12"),
         # Saved in the background, step 6 would be passed over while step 3 is still being written.
         *("checkpoint.every_steps=3", "checkpoint.async_save=false"),
@@ -92,6 +91,7 @@ def test_a_lost_nodes_steps_come_from_the_spares_memory(tmp_path: Path) -> None:
         tmp_path,
         *TINY,
         *("cluster.nodes=1", "cluster.spare_nodes=1", "cluster.gpus_per_node=2", "train.steps=20"),
+        "recovery.agent_timeout_s=5",
         # No checkpoint before the end: what is gone on from is in memory alone.
         *("checkpoint.every_steps=1000", "recovery.memory_copy_every_steps=1"),
         f"recovery.inject=[{slow}, {{at_step: 12, rank: 0, fault: node_down}}]",

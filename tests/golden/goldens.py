@@ -13,10 +13,12 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.support.forked_commands import ForkedCommands
 from tests.support.waiting import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,14 +67,18 @@ class Output:
         return settled(json.loads(self.out))
 
 
-def start(folder: Path, *words: str, **variables: str) -> subprocess.Popen[str]:
-    """Start `orchestra WORDS` in `folder`, from this tree and without knowledge of this machine's user."""
+def environment(folder: Path, variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a command, from this tree and without knowledge of this machine's user."""
     of_machine = ("SLURM_", "XDG_", "WANDB_", "ORCHESTRA_", "MASTER_")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(of_machine)}
     homes = {f"XDG_{kind}_HOME": str(folder / "home" / kind) for kind in ("DATA", "CACHE", "CONFIG", "STATE")}
-    env = {**kept, "PYTHONPATH": str(ROOT), "COLUMNS": "80", **homes, **variables}
+    return {**kept, "PYTHONPATH": str(ROOT), "COLUMNS": "80", **homes, **variables}
+
+
+def start(folder: Path, *words: str, **variables: str) -> subprocess.Popen[str]:
+    """Start `orchestra WORDS` in `folder`."""
     command = [sys.executable, "-m", "orchestra", *words]
-    pipe = subprocess.PIPE
+    env, pipe = environment(folder, variables), subprocess.PIPE
     return subprocess.Popen(command, cwd=folder, env=env, stdout=pipe, stderr=pipe, text=True)
 
 
@@ -96,9 +102,36 @@ def stopped(folder: Path, metrics: Path, *words: str) -> tuple[int, str]:
     return process.returncode, out + err
 
 
+class Forked:
+    """Where `output` has commands forked while this is entered: all but the first one of each verb."""
+
+    now: Forked | None = None
+
+    def __init__(self) -> None:
+        self.commands = ForkedCommands()
+        self._started: set[str] = set()
+
+    def __enter__(self) -> None:
+        Forked.now = self
+
+    def __exit__(self, *_: object) -> None:
+        Forked.now = None
+        self.commands.close()
+
+    def takes(self, verb: str) -> bool:
+        """Whether a command of this verb was started before."""
+        is_known = verb in self._started
+        self._started.add(verb)
+        return is_known
+
+
 def output(folder: Path, *words: str) -> Output:
     """Run `orchestra WORDS` in `folder` where no command of Slurm is found, and normalise what it printed."""
-    done = run(folder, *words, PATH=str(folder / "no-commands"))
+    nowhere = {"PATH": str(folder / "no-commands")}
+    if Forked.now is not None and Forked.now.takes(words[0]):
+        done = Forked.now.commands.run(words, folder, environment(folder, nowhere))
+    else:
+        done = run(folder, *words, **nowhere)
     return Output(done.returncode, normalised(done.stdout, folder), normalised(done.stderr, folder))
 
 

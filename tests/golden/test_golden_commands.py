@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from command_output import PARTS
-from goldens import RECORDED, REMEDY, differences, normalised, read, settled
+from goldens import RECORDED, REMEDY, Forked, differences, normalised, read, settled
 
 
-# Each part starts up to forty commands, one after the other.
+@pytest.fixture(scope="module", autouse=True)
+def forked() -> Iterator[None]:
+    """Let the commands that are compared with those recorded from real ones start soon."""
+    with Forked():
+        yield
+
+
+# Each part runs up to forty commands, one after the other.
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("part", PARTS)
 def test_commands_print_what_was_recorded(part: str, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """The promise of the parallel trainer: every combination of methods is the same training.
 
 Steps of a small model, against one process that has the whole batch in one pass and recomputes nothing. Not
-all combinations are run by default: a set in which every pair of values appears, for eight steps. With
+all combinations are run by default: a set in which every pair of values appears, for four steps. With
 ORCHESTRA_EQUIVALENCE=all (`make equivalence`) the whole product is, for twenty.
 """
 
@@ -38,7 +38,7 @@ from orchestra.data.token_files import TokenIndex, index_text
 Values = tuple[str, str, str, str, int, str]
 NUM_RANKS = 4
 IS_WHOLE = os.environ.get("ORCHESTRA_EQUIVALENCE") == "all"
-NUM_STEPS = 20 if IS_WHOLE else 8
+NUM_STEPS = 20 if IS_WHOLE else 4
 # With fewer, three trainings say little about how far rounding leads.
 SPREAD_STEPS = 20
 NUM_SEQUENCES = 12
@@ -225,17 +225,17 @@ def test_a_training_that_is_closed_leaves_no_memory(ranks: Ranks) -> None:
 
 
 BF16_CASES: tuple[Values, ...] = (
-    ("0", "tp1", "whole", "none", 1, "cp1"),
     ("1", "tp2", "sequence parallel", "selective", 3, "cp1"),
-    ("3", "tp4", "whole", "none", 1, "cp1"),
     ("hybrid", "tp1", "whole", "full", 1, "cp1"),
-    ("1", "tp1", "whole", "none", 1, "cp4"),
+    ("2", "tp1", "whole", "none", 3, "cp4"),
+    ("0", "tp1", "whole", "none", 1, "cp1"),
+    ("3", "tp4", "whole", "none", 1, "cp1"),
 )
 
 
-@pytest.mark.parametrize("precision", ["bf16", "bf16_fp32_grad"])
+@pytest.mark.parametrize(("precision", "cases"), [("bf16", BF16_CASES), ("bf16_fp32_grad", BF16_CASES[:3])])
 def test_16_bit_trainings_stay_as_close_to_the_exact_one_as_single_processes(
-    ranks: Ranks, precision: str
+    ranks: Ranks, precision: str, cases: Sequence[Values]
 ) -> None:
     """Processes that sum the same batch in another order differ. Ranks must not lose more: neither their
     losses nor their parameters lie much farther from those of 32 bits than the farthest of single processes.
@@ -250,9 +250,9 @@ def test_16_bit_trainings_stay_as_close_to_the_exact_one_as_single_processes(
     exact = reference(SPREAD_STEPS)
     farthest_loss = max(farthest_row(single, exact) for single in singles)
     farthest = max(distance(parameters([single]), parameters([exact])) for single in singles)
-    configs = [config_with(values, precision=precision) for values in BF16_CASES]
+    configs = [config_with(values, precision=precision) for values in cases]
     results = trained_on(ranks(NUM_RANKS), configs, steps=SPREAD_STEPS)
-    for values, of_ranks in zip(BF16_CASES, results, strict=True):
+    for values, of_ranks in zip(cases, results, strict=True):
         off = farthest_row(of_ranks[0], exact)
         # Errors of rounding add up by chance: those of one training are at times twice another's.
         assert off <= 2 * farthest_loss, f"{values}: off by {off}, single processes by {farthest_loss}"

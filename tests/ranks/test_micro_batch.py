@@ -47,29 +47,30 @@ def chosen(rank: int, world: int, config: Config, limits: Sequence[int]) -> tupl
     return choice.size, choice.peak_bytes
 
 
-CASES: list[dict[str, Any]] = [
-    {"zero": 0},
-    {"zero": 3, "shard_degree": 2},
-    {"zero": 1, "tp": 2, "sequence_parallel": True},
-    {"zero": 2, "cp": 2},
+# With the number of ranks.
+CASES: list[tuple[int, dict[str, Any]]] = [
+    (2, {"zero": 0}),
+    (4, {"zero": 3, "shard_degree": 2}),
+    (4, {"zero": 1, "tp": 2, "sequence_parallel": True}),
+    (2, {"zero": 2, "cp": 2}),
 ]
 
 
 def test_all_ranks_take_what_fits_the_one_with_the_least_memory(ranks: Ranks) -> None:
     plenty, nothing = 1 << 40, 1
     peaks = []
-    for case in CASES:
-        largest = ranks(4).run(chosen, config=auto(**case), limits=[plenty] * 4)
-        dp = layout(auto(**case).parallelism, 4).dp
-        assert [size for size, _ in largest] == [GLOBAL_BATCH // dp] * 4
+    for size, case in CASES:
+        largest = ranks(size).run(chosen, config=auto(**case), limits=[plenty] * size)
+        dp = layout(auto(**case).parallelism, size).dp
+        assert [found for found, _ in largest] == [GLOBAL_BATCH // dp] * size
         peaks.append(largest[0][1])
     first, second = sorted(peaks[0].items())[:2]
     # Between what three and four sequences need.
     each = (second[1] - first[1]) / (second[0] - first[0])
     tight = round(first[1] + each * (3.5 - first[0]))
-    some = ranks(4).run(chosen, config=auto(**CASES[0]), limits=[plenty, tight, plenty, plenty])
-    assert [size for size, _ in some] == [3, 3, 3, 3]
-    none = ranks(4).run(chosen, config=auto(**CASES[1]), limits=[plenty, plenty, plenty, nothing])
+    some = ranks(2).run(chosen, config=auto(**CASES[0][1]), limits=[plenty, tight])
+    assert [size for size, _ in some] == [3, 3]
+    none = ranks(4).run(chosen, config=auto(**CASES[1][1]), limits=[plenty, plenty, plenty, nothing])
     assert [size for size, _ in none] == [1, 1, 1, 1]
 
 
@@ -136,7 +137,7 @@ def test_the_search_finds_the_largest_size_that_fits_with_few_trials(share: int,
 def test_recomputation_lets_a_larger_micro_batch_fit() -> None:
     peaks = {}
     for kind in Recompute:
-        config = auto(replace(EVEN, num_hidden_layers=6))
+        config = auto(replace(EVEN, num_hidden_layers=3))
         config = replace(config, train=replace(config.train, recompute=kind))
         mesh = mesh_of(0, layout(config.parallelism, 1))
         peaks[kind] = choose_micro_batch_size(config, mesh, RankEnvironment()).peak_bytes

@@ -105,9 +105,16 @@ def setting(name: str, precision: str = "fp32") -> tuple[int, Config]:
     return world, config_of(ODD, precision, train=train, **parallelism)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", ["zero1 on 3", "zero2 on 4", "zero3 on 2", "hybrid on 4", "cp2 zero3 on 4"])
-def test_the_same_layout_goes_on_bit_for_bit(ranks: Ranks, tmp_path: Path, name: str, precision: str) -> None:
+# In fp32 the lower stages: test_resume, and rounded moments above.
+@pytest.mark.parametrize(
+    ("precision", "name"),
+    [
+        *(("fp32", name) for name in ("hybrid on 4", "cp2 zero3 on 4")),
+        *(("bf16", name) for name in ("zero1 on 3", "zero2 on 4", "zero3 on 2")),
+        *(("bf16", name) for name in ("hybrid on 4", "cp2 zero3 on 4")),
+    ],
+)
+def test_the_same_layout_goes_on_bit_for_bit(ranks: Ranks, tmp_path: Path, precision: str, name: str) -> None:
     world, config = setting(name, precision)
     assert_goes_on_bit_for_bit(ranks(world), config, tmp_path)
 
@@ -117,14 +124,27 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("saved")
 
 
+# Each layout, and the two whose checkpoints it restores: on other ranks, cut otherwise.
+SOURCES: dict[str, tuple[str, str]] = {
+    "one": ("zero3 on 4", "cp2 on 2"),
+    "zero0 on 2": ("zero1 on 3", "hybrid on 4"),
+    "zero1 on 3": ("one", "hybrid on 4"),
+    "zero2 on 4": ("zero1 on 3", "cp2 on 2"),
+    "zero3 on 2": ("one", "zero3 on 4"),
+    "zero3 on 4": ("zero1 on 3", "hybrid on 4"),
+    "hybrid on 4": ("zero3 on 4", "cp2 on 2"),
+    "cp2 on 2": ("one", "zero3 on 4"),
+    "cp2 zero3 on 4": ("zero1 on 3", "hybrid on 4"),
+}
+
+
 @pytest.mark.parametrize("source", ["one", "zero1 on 3", "zero3 on 4", "hybrid on 4", "cp2 on 2"])
-def test_every_layout_restores_what_another_saved(ranks: Ranks, saved: Path, source: str) -> None:
+def test_every_layout_restores_what_others_saved(ranks: Ranks, saved: Path, source: str) -> None:
     world, config = setting(source)
     place = saved / source
     rows = ranks(world).run(save_and_go_on, config=config, place=place)[0][0]
-    for target in LAYOUTS:
-        if target == source:
-            continue
+    assert SOURCES.keys() == LAYOUTS.keys()
+    for target in (target for target, sources in SOURCES.items() if source in sources):
         world, config = setting(target)
         topic = target.replace(" ", "-")
         found = ranks(world).run(restore_and_go_on, config=config, place=place, topic=topic)

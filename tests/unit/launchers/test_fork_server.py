@@ -316,16 +316,10 @@ def test_a_killed_agents_successor_forks_from_the_same_server(node: Node) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
-def test_a_stopped_or_killed_server_is_replaced_and_spares_nothing_that_it_forked(
-    node: Node, number: signal.Signals
-) -> None:
+def test_a_stopped_server_is_replaced_and_spares_nothing_that_it_forked(node: Node) -> None:
     server, agent = node.process(0, "server"), node.process(0, "agent")
     assert eventually(node.first.is_up)
-    if number == signal.SIGKILL:
-        # First the agent, or it would see the attempt's end.
-        processes.send([agent], signal.SIGSTOP)
-    processes.send([server], number)
+    processes.send([server], signal.SIGSTOP)
     processes.send([agent], signal.SIGKILL)
     told = node.told(1)
     assert (told["server"] != server.pid, told["ready"], told["left"]) == (True, True, [])
@@ -359,7 +353,12 @@ def test_a_server_is_kept_for_who_wants_the_same_and_no_other(tmp_path: Path) ->
         assert processes.find(first.pid) is None
         third = owner.provide(ServerSettings((), wanted.environment, wanted.log))
         assert owner.provide(ServerSettings((), wanted.environment, wanted.log)) == third
+        # One that was killed is nobody's any more.
+        os.kill(third.pid, signal.SIGKILL)
+        assert owner.exit_code(third.pid) == -signal.SIGKILL
+        fourth = owner.provide(ServerSettings((), wanted.environment, wanted.log))
+        assert (fourth.pid != third.pid, fourth.was_ready) == (True, False)
     finally:
         assert owner.pid is not None
         owner.end(owner.pid)
-    assert owner.exit_code(third.pid) == -signal.SIGKILL
+    assert owner.exit_code(fourth.pid) == -signal.SIGKILL

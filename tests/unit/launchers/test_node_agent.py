@@ -127,13 +127,6 @@ def test_failures_name_the_workers_own_process_and_how_it_ended(
     assert trial.remaining() == []
 
 
-def test_one_server_serves_attempt_after_attempt(modules: Path, fork_server: ForkServer) -> None:
-    before = fork_server.pid
-    for number in range(2):
-        assert written(modules, f"again_{number}", "").run(fork_server).exit_code == 0
-    assert fork_server.pid == before
-
-
 def test_torchruns_closing_signal_arrives_once_and_the_workers_own_code_counts(
     modules: Path, fork_server: ForkServer
 ) -> None:

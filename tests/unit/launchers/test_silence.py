@@ -134,7 +134,7 @@ def test_beats_that_come_as_under_load_are_no_alarm_although_nobody_answers_in_t
     node.live(20)
     node.is_up = False
     pause_s = 0.5
-    for _ in range(2000):
+    for _ in range(700):
         # Load comes and goes in minutes: a pause is at most half as long again as one of late.
         pause_s = min(6.0, max(0.5, pause_s * source.uniform(0.6, 1.5)))
         assert node.live(pause_s, is_beating=False) is None

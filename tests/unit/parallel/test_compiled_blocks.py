@@ -54,16 +54,13 @@ class Case:
 
 CASES = {
     "zero 0": Case(),
-    "zero 1, selective": Case(zero=1, recompute="selective"),
     "zero 2, full": Case(zero=2, recompute="full"),
     "zero 3, selective": Case(zero=3, recompute="selective"),
     "every second block": Case(ranks=1, recompute="full", recompute_every=2, kinds=2),
     "tensor parallel, selective": Case(tp=2, recompute="selective"),
     "gpt": Case(ranks=1, family="gpt", precision="bf16"),
-    "fp8, full": Case(ranks=1, precision="fp8", recompute="full"),
     "fp8, zero 1": Case(precision="fp8", zero=1),
     "fp8, zero 3, full": Case(precision="fp8", zero=3, recompute="full"),
-    "fp8 delayed": Case(ranks=1, precision="fp8", is_delayed=True),
     "fp8 delayed, full": Case(ranks=1, precision="fp8", recompute="full", is_delayed=True),
 }
 

@@ -1,5 +1,6 @@
-"""Layouts at their real size without memory: the ZeRO paper's example, every preset, and the estimate
-beside.
+"""Layouts at their real size without memory: the ZeRO paper's example, presets, and the estimate beside.
+
+Every preset, with few layers: tests/unit/train/test_exact_count.py.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from conf.schema import (
 )
 from orchestra.config.compose import compose
 from orchestra.config.machine import Situation
-from orchestra.config.preset_files import Tree, own_folder
 from orchestra.run.config_file import write_config
 from orchestra.sizes.flops import num_parameters
 from orchestra.sizes.memory import RankBytes
@@ -45,7 +45,6 @@ PAPER = ModelConfig(
     tie_word_embeddings=True,
 )
 CLUSTER = ["cluster=slurm", "cluster.gpus_per_node=8", "data=tokens"]
-PRESETS = [name for name in Tree((own_folder(),)).options("parallelism") if name != "tp8_pp4"]
 
 
 def composed(*overrides: str) -> tuple[Config, int]:
@@ -73,8 +72,8 @@ def test_the_zero_papers_example_holds_what_the_paper_says(zero: int, gigabytes:
     assert estimated(config, 64).state == pytest.approx(held.state, rel=0.02)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_every_parallel_preset_builds_at_its_real_size(preset: str) -> None:
+@pytest.mark.parametrize("preset", ["zero3", "hsdp8", "tp8"])
+def test_parallel_presets_build_at_their_real_size(preset: str) -> None:
     sizes = ["model=llama3_8b", "precision=bf16", "train=pretrain_8k", "train.micro_batch_size=1"]
     layouts = [f"parallelism={preset}", "parallelism.bucket_mib=500", "cluster.nodes=2"]
     config, world_size = composed(*CLUSTER, *sizes, *layouts)
@@ -87,13 +86,12 @@ def test_every_parallel_preset_builds_at_its_real_size(preset: str) -> None:
 @pytest.mark.parametrize(
     "overrides",
     [
-        *([f"experiment={name}"] for name in ("llama3_8b", "llama3_70b", "llama_1b", "llama_125m")),
-        *([f"experiment={name}"] for name in ("mixtral_8x7b", "qwen3_30b_a3b")),
+        *([f"experiment={name}"] for name in ("llama3_70b", "mixtral_8x7b", "qwen3_30b_a3b")),
         ["experiment=llama3_70b", "parallelism=tp8_pp4"],
     ],
     ids="+".join,
 )
-def test_every_experiment_builds_at_its_real_size(overrides: list[str]) -> None:
+def test_experiments_build_at_their_real_size(overrides: list[str]) -> None:
     config, world_size = composed(*overrides, "parallelism.bucket_mib=500")
     expected = estimated(config, world_size, is_gpu=True)
     assert dry_build(config, world_size).state == pytest.approx(expected.state, rel=0.02)
@@ -141,7 +139,7 @@ def test_the_estimate_for_messages_is_what_a_dry_step_takes(
     zero: int, tp: int, sequence_parallel: bool
 ) -> None:
     """Users read it when memory has run out, so it must not send them to the wrong place."""
-    model = ModelConfig(hidden_size=512, intermediate_size=1024, num_hidden_layers=6, vocab_size=4096)
+    model = ModelConfig(hidden_size=512, intermediate_size=1024, num_hidden_layers=3, vocab_size=4096)
     config = Config(
         model=model,
         precision=PrecisionConfig(PrecisionName.bf16),
@@ -152,6 +150,8 @@ def test_the_estimate_for_messages_is_what_a_dry_step_takes(
     assert held.passing is not None
     whole = held.state + held.gathered_units + held.passing
     assert whole == pytest.approx(estimated(config, 4).total, rel=0.15)
+    if zero != 2:
+        return
     halved = dataclasses.replace(config.train, micro_batch_size=2)
     smaller = dry_build(dataclasses.replace(config, train=halved), 4, with_step=True)
     assert smaller.passing is not None

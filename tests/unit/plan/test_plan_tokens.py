@@ -17,8 +17,7 @@ def test_a_model_and_tokens_are_enough_to_know_how_many_gpus_and_how_long(orches
     facts = orchestra.json("plan", "model=llama3_8b", "--tokens", "1T")
     assert (facts["fewest"]["gpus"], facts["asked"]["gpus"], facts["steps"]) == (2, 64, 238419)
     # What it found is what the plan of that very layout says.
-    command = orchestra("plan", "model=llama3_8b", "--tokens", "1T").out.split("\n\n")[-1]
-    words = command.replace("\\\n", " ").split()[2:]
+    words = text.split("\n\n")[-1].replace("\\\n", " ").split()[2:]
     alone = orchestra.json("plan", *words)
     assert alone["run_s"] == pytest.approx(facts["asked"]["run_s"])
     assert alone["fits"] is True

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conf.schema import BatchStage, OptimConfig, ParallelismConfig, TrainConfig
@@ -176,6 +176,7 @@ def test_absurd_batches_are_shared_out_or_refused_at_once() -> None:
             batch_shape(TrainConfig(global_batch_size=prime, micro_batch_size=micro), 1)
 
 
+@settings(max_examples=30)
 @given(dp=degrees, cp=degrees, tp=st.integers(1, 2), pp=st.integers(1, 2), data=st.data())
 def test_groups_of_axes_part_the_ranks_and_agree_on_their_members(
     dp: int, cp: int, tp: int, pp: int, data: st.DataObject

@@ -107,8 +107,13 @@ def recorded_steps(run: RunDir) -> list[int]:
     return [row["step"] for row in recorded_rows(file)]
 
 
-def test_offline_run_holds_every_row_written_before_close(run: RunDir) -> None:
+def test_an_open_mirror_leaves_the_processors_to_training_and_holds_every_row_in_spite_of_ctrl_c(
+    run: RunDir,
+) -> None:
     trainer = begin(run, mode=WandbMode.offline, project="probe", tags=["one", "two"])
+    assert eventually(lambda: os.getpriority(os.PRIO_PROCESS, trainer.pid) == 10, 60)
+    assert offline_files(run)
+    os.killpg(trainer.pid, signal.SIGINT)
     for rank, seconds in ((0, 0.1), (1, 0.25)):
         times = StepTimesFile(run, 0, rank)
         times.add(300, seconds)
@@ -207,21 +212,12 @@ def test_run_that_ends_at_once_on_a_busy_machine_is_recorded(run: RunDir) -> Non
     assert recorded_steps(run) == [1, 2, 3]
 
 
-def test_an_open_mirror_leaves_the_processors_to_training_and_ctrl_c_does_not_end_it(run: RunDir) -> None:
-    trainer = begin(run, mode=WandbMode.offline)
-    assert eventually(lambda: os.getpriority(os.PRIO_PROCESS, trainer.pid) == 10, 20)
-    assert offline_files(run)
-    os.killpg(trainer.pid, signal.SIGINT)
-    trainer.finish(range(1, 11))
-    assert failures(run) == []
-    assert recorded_steps(run) == list(range(1, 11))
-
-
 def test_a_mirror_that_recorded_nothing_can_be_made_up_for_by_hand(run: RunDir) -> None:
     trainer = begin(run, mode=WandbMode.offline)
     os.kill(trainer.pid, signal.SIGKILL)
     trainer.finish(range(1, 4))
     (failure,) = failures(run)
+    assert "signal 9" in failure["cause"]
     command = failure["advice"].split("to do so now: ")[1]
     own_priority = os.getpriority(os.PRIO_PROCESS, 0)
     subprocess.run(command.replace("python", sys.executable, 1), shell=True, check=True, env=environment())
@@ -262,18 +258,17 @@ def test_online_without_a_key_is_kept_offline(run: RunDir, monkeypatch: pytest.M
     assert recorded_steps(run) == [1, 2, 3]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_killed_or_stopped_mirror_leaves_training_alone(run: RunDir, number: signal.Signals) -> None:
+def test_stopped_mirror_leaves_training_alone(run: RunDir) -> None:
     trainer = begin(run, mode=WandbMode.offline, finish_timeout_s=2.0)
-    assert eventually(lambda: bool(offline_files(run)), 20)
-    os.kill(trainer.pid, number)
+    assert eventually(lambda: bool(offline_files(run)), 60)
+    os.kill(trainer.pid, signal.SIGSTOP)
     began = time.monotonic()
     trainer.train(range(1, 100))
     assert time.monotonic() - began < 5.0
     trainer.mirror.close()
     assert time.monotonic() - began < 15.0
     (failure,) = failures(run)
-    assert "signal 9" in failure["cause"] or "not finished within 2 s" in failure["cause"]
+    assert "not finished within 2 s" in failure["cause"]
 
 
 def test_mirror_finishes_by_itself_when_the_trainer_is_killed(run: RunDir) -> None:
