@@ -456,7 +456,8 @@ class Checkpoints:
             optimizer_values=tuple(self.state.optimizer_values),
             experts={} if self.state.experts is None else self.state.experts.state(),
         )
-        identity = {"wandb_id": self.context.wandb_id, "config": self.context.facts}
+        context = self.context
+        identity = {"wandb_id": context.wandb_id, "config": context.facts, "score_of": context.score_of}
         return {**position_to_json(full), **identity}
 
     def _prepare(self) -> None:
@@ -510,6 +511,7 @@ def build_checkpoints(
         keep_last=settings.keep_last,
         keep_every_steps=settings.keep_every_steps,
         keep_best=settings.keep_best,
+        score_of=context.score_of,
         when_busy=settings.when_busy.name,
         restore=settings.restore.name,
         limit_s=settings.timeout_s,

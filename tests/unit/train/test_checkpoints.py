@@ -18,7 +18,7 @@ from one_rank_attempts import STEPS, Attempt, begun, config_of, context_of, even
 from checkpointing import catalog
 from checkpointing.checkpointer import Checkpointer
 from checkpointing.lineage import Base
-from conf.schema import BatchStage, WhenBusy
+from conf.schema import BatchStage, RunConfig, WhenBusy
 from orchestra.errors import TrainingError, UnusableCheckpointError
 from orchestra.run.events import EventWriter, read_events
 from orchestra.run.paths import RunDir
@@ -67,6 +67,18 @@ def test_the_last_save_of_an_attempt_that_stops_early_is_committed_when_it_retur
     attempt.save(7, is_last=True)
     assert steps_of(tmp_path / "run") == [5, 7]
     assert events(tmp_path / "run", "checkpoint_skipped") == []
+
+
+def test_losses_of_another_metric_are_not_what_the_best_are_compared_by(tmp_path: Path) -> None:
+    config = config_of(async_save=False, keep_last=1, keep_best=1)
+    first = begun(tmp_path, 0, config)
+    first.save(5, score=0.1)
+    first.save(10, score=0.5)
+    assert steps_of(tmp_path) == [5, 10]
+    second = begun(tmp_path, 1, replace(config, run=RunConfig(metric="eval/wiki/loss")))
+    second.save(15, score=0.9)
+    second.save(20, score=1.0)
+    assert steps_of(tmp_path) == [15, 20]
 
 
 def test_a_place_of_another_run_is_refused_with_and_without_checkpoints(tmp_path: Path) -> None:
