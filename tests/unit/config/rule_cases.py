@@ -372,6 +372,10 @@ rule_stop_exit_code
 rule_members_at_once
     cluster.members_at_once=0 -> cluster.members_at_once=0 | 1 or more
     cluster.launcher=slurm  cluster.members_at_once=2 -> orchestra run -m | cluster.array_throttle=2
+    cluster.members_at_once=3  train.micro_batch_size=auto
+        -> cluster.members_at_once=3: 3 members share the memory of this machine | auto; give a number
+    cluster.members_at_once=2  cluster.share_devices=true  cluster.device=cuda  train.micro_batch_size=auto
+        -> 2 members share the memory of this machine
 rule_alternatives
     cluster.alternatives=[{constraint: h100}, {nodes: 2}] -> of a Slurm cluster | leave them out
 rule_members_per_node
@@ -383,6 +387,8 @@ rule_members_per_node
     cluster.launcher=slurm  cluster.members_per_node=2  cluster.requeue=chain
         -> queued again by Slurm itself | cluster.requeue=requeue
     cluster.launcher=slurm  cluster.members_per_node=auto  cluster.device=cpu -> on CPU | give a number
+    cluster.launcher=slurm  cluster.members_per_node=2  cluster.device=cpu  train.micro_batch_size=auto
+        -> cluster.members_per_node=2: 2 members share the memory of a node | auto; give a number
 """
 
 
