@@ -295,6 +295,10 @@ rule_fp8
     precision.name=fp8  model.num_experts=4  model.moe_intermediate_size=24 -> moe_intermediate_size / | 32
     precision.name=fp8  model.kv_lora_rank=24  model.num_key_value_heads=8 -> model.kv_lora_rank = 24 | 16 or
     precision.name=fp8  train.seq_len=100  train.micro_batch_size=1 -> micro_batch_size × train.seq_len = 100
+    precision.name=fp8  train.seq_len=100  train.micro_batch_size=auto  train.global_batch_size=4
+        -> 16 divides train.micro_batch_size × train.seq_len for none | a rank's 2 sequence(s)
+    precision.name=fp8  train={seq_len: 40, micro_batch_size: auto, global_batch_size: 2}  parallelism.cp=2
+        -> divides train.micro_batch_size × train.seq_len / parallelism.cp for none | larger global batch
     precision.name=fp8  precision.fp8_output=true  model.vocab_size=8190 -> = 8190 | 8176 or 8192
     precision.name=fp8  precision.fp8_output=true  train.loss_chunk_tokens=100 -> tokens = 100 | 96 or 112
 rule_fp8_choices
