@@ -146,6 +146,8 @@ rule_heads
 rule_positions
     model.family=gpt  train.seq_len=4096 -> train.seq_len=4096 | 2048
 rule_experts
+    model.moe_capacity_factor=1.25  model.moe_balance=aux
+        -> model.moe_balance=aux model.moe_capacity_factor=1.25 with model.num_experts=0 | _factor=null
     parallelism.ep=2 -> parallelism.ep=2 shares out experts and model.num_experts=0 | model=mixtral_8x7b
     cluster.gpus_per_node=4  model.num_experts=2  parallelism.ep=4 -> ep=4 is more than | use 1 or 2
     cluster.gpus_per_node=8  model.num_experts=7  parallelism.ep=8 -> ep=8 is more than | use 1, 2 or 4

@@ -59,6 +59,13 @@ def test_the_expert_degrees_that_an_error_offers_are_accepted(changes: Change) -
     assert offered == [ep for ep, accepted in is_accepted.items() if accepted]
 
 
+def test_a_run_that_goes_on_keeps_keys_of_experts_that_do_nothing() -> None:
+    changes: Change = {"model.moe_capacity_factor": 1.25}
+    assert len(broken(changes, PLAN)) == 1
+    for situation in (replace(PLAN, verb="resume"), replace(PLAN, from_step=3)):
+        assert broken(changes, situation) == []
+
+
 def test_every_rule_is_broken_by_some_case() -> None:
     tested = {rule for rule, _, _ in CASES} | ELSEWHERE
     assert tested == {rule.__name__ for rule in RULES}
