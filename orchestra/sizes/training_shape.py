@@ -30,6 +30,7 @@ from orchestra.sizes.flops import (
     expert_width,
     head_dim,
     num_dense_layers,
+    num_parameters,
     value_width,
     without_experts,
 )
@@ -41,6 +42,8 @@ from orchestra.sizes.units import GIB, MIB
 # Assumed of a node's own disk: one NVMe drive (a cloud's read 2.8e9 and took 3 to 6e9, measured past the page
 # cache in pieces of 256 MiB).
 _DISK_BYTES_PER_S = 2.5e9
+# Two moments in fp32.
+_ADAM_BYTES = 8.0
 # What cuBLAS wants of each size of an fp8 product.
 FP8_MULTIPLE = 16
 
@@ -377,10 +380,22 @@ def training_shape(config: Config, degrees: Layout, *, is_gpu: bool) -> Training
     )
 
 
-def _moment_bytes(optim: OptimConfig) -> float:
-    if optim.target is not None and optim.state_bytes_per_parameter is not None:
-        return optim.state_bytes_per_parameter / 2
-    return 2 if optim.state_dtype is StateDType.bf16 else 4
+def optimizer_bytes(optim: OptimConfig) -> float:
+    """Return the bytes of state that the optimizer keeps for a parameter, beside its master."""
+    if optim.target is not None:
+        given = optim.state_bytes_per_parameter
+        return _ADAM_BYTES if given is None else given
+    return _ADAM_BYTES / 2 if optim.state_dtype is StateDType.bf16 else _ADAM_BYTES
+
+
+def checkpoint_bytes(config: Config) -> int:
+    """Return the bytes of one checkpoint's parameters, fp32 masters that they are, and optimizer state."""
+    return round(num_parameters(config.model) * saved_bytes_per_parameter(config.optim))
+
+
+def saved_bytes_per_parameter(optim: OptimConfig) -> float:
+    """Return the bytes of a parameter's fp32 master and of its optimizer's state."""
+    return 4 + optimizer_bytes(optim)
 
 
 def trainer_options(config: Config, *, is_gpu: bool) -> TrainerOptions:
@@ -391,7 +406,7 @@ def trainer_options(config: Config, *, is_gpu: bool) -> TrainerOptions:
     # A save at the last step alone has no training beside it.
     is_saved = every is not None and (isinstance(every, str) or every < train.steps)
     return TrainerOptions(
-        moment_bytes=_moment_bytes(config.optim),
+        moment_bytes=optimizer_bytes(config.optim) / 2,
         is_plugged=config.optim.target is not None,
         reduce_bytes=None if reduce is None else 4 if reduce is DType.fp32 else 2,
         bucket_bytes=config.parallelism.bucket_mib * MIB,
