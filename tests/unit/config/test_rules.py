@@ -19,8 +19,9 @@ from orchestra.config.keys import known_keys
 from orchestra.config.machine import Situation, resolved, signature, this_machine, world_size
 from orchestra.config.rules import value_rules
 from orchestra.config.rules.all_rules import RULES, problems_of
+from orchestra.config.rules.place_rules import trained_bytes
 from orchestra.config.rules.plugin_rules import rule_tensorboard
-from orchestra.sizes.flops import num_parameters
+from orchestra.sizes.flops import num_expert_parameters, num_parameters
 from orchestra.sizes.training_shape import checkpoint_bytes
 
 CPU = Situation("run", num_gpus=0)
@@ -348,6 +349,21 @@ def test_a_checkpoint_must_fit_host_memory_beside_the_training(
     for word in (staged, f"beside the {training}", "every_steps=null"):
         assert word in problem
     assert broken({**on_cpu, "checkpoint.every_steps": None}, too_small) == []
+
+
+@pytest.mark.parametrize("changes", [{}, {"parallelism.zero": 2}, {"parallelism.zero": 3}], ids=str)
+def test_ranks_that_share_out_experts_have_their_part_of_them(changes: Change) -> None:
+    model: Change = {"model.num_experts": 4, "model.first_k_dense_replace": 1, **changes}
+    alone, shared = (trained_bytes(changed({**model, "parallelism.ep": ep}), 4) for ep in (1, 2))
+    experts = 3 * num_expert_parameters(changed(model).model)
+    # Of bytes that ZeRO shards each rank has its part already.
+    whole = {0: 16, 2: 4, 3: 0}[changes.get("parallelism.zero", 0)]
+    assert alone - shared == 4 * whole * experts // 2
+
+
+def test_training_takes_what_another_optimizer_keeps() -> None:
+    muon = OptimConfig(target="orchestra.optim.muon:Muon", state_bytes_per_parameter=4.0)
+    assert trained_bytes(Config(optim=muon), 1) == 12 * num_parameters(Config().model)
 
 
 def test_what_is_saved_of_another_optimizer_is_what_it_keeps() -> None:
