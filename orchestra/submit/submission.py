@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from conf.schema import Config, Device, LauncherName
 from orchestra.config.compose import compose, merge, typed
+from orchestra.config.home import chooses_cluster
 from orchestra.config.keys import shown
 from orchestra.config.machine import Situation, signature
 from orchestra.config.overrides import check_overrides
@@ -110,8 +111,7 @@ class Submission:
 
 def with_cluster(overrides: Sequence[str]) -> list[str]:
     """Return overrides with cluster=slurm before them where they choose no cluster."""
-    chosen = ("cluster=", "+cluster=", "cluster.launcher=", "experiment=")
-    if any(override.startswith(chosen) for override in overrides):
+    if any(map(chooses_cluster, overrides)):
         return list(overrides)
     return ["cluster=slurm", *overrides]
 

@@ -167,6 +167,14 @@ def test_members_that_go_on_with_changes_are_fitted_as_new_ones_are(tmp_path: Pa
     assert resumed(*large, checks_memory=False).train.micro_batch_size == 65536
 
 
+@pytest.mark.parametrize(
+    "word", ["cluster=lab", "+cluster=lab", "cluster.launcher=local", "experiment=demo", "+experiment=demo"]
+)
+def test_slurm_is_taken_only_where_no_word_chooses_a_cluster(word: str) -> None:
+    assert with_cluster([word]) == [word]
+    assert with_cluster(["cluster.nodes=2"]) == ["cluster=slurm", "cluster.nodes=2"]
+
+
 @pytest.mark.parametrize("experiment", ["mixtral_8x7b", "qwen3_30b_a3b", "deepseek_v3"])
 def test_presets_of_mixtures_fit_and_are_submitted(
     experiment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, orchestra: CommandLine
