@@ -21,10 +21,11 @@ PHASES = ("staging", "mid_file", "before_vote", "before_manifest", "before_prune
 class Options:
     """What all ranks agree on.
 
-    `generation` numbers the attempt that writes, `layout` is written down as it is. `when_busy`: `skip` or
-    `wait`; `restore`: `broadcast`, `rank0` or `direct`; `limit_s` bounds every wait of a save or restore.
-    `staging_dir`: a folder of this machine where each rank's save is put together in a file without a name;
-    None: in host memory. `restore_patience_s`: how long a restore waits for a storage that does not answer.
+    `generation` numbers the attempt that writes, `layout` is written down as it is. `score_of`: what
+    `keep_best` compares. `when_busy`: `skip` or `wait`; `restore`: `broadcast`, `rank0` or `direct`;
+    `limit_s` bounds every wait of a save or restore. `staging_dir`: a folder of this machine where each
+    rank's save is put together in a file without a name; None: in host memory. `restore_patience_s`: how long
+    a restore waits for a storage that does not answer.
     """
 
     generation: int = 0
@@ -36,6 +37,7 @@ class Options:
     restore: str = "broadcast"
     limit_s: float = 600.0
     staging_dir: str | None = None
+    score_of: str | None = None
     restore_patience_s: float = 300.0
 
 

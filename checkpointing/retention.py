@@ -43,11 +43,15 @@ class CommittedCheckpoint:
 class RetentionPolicy:
     """Keep the newest `keep_last`, every one whose step is a multiple of `keep_every_steps`, and the
     `keep_best` with the lowest scores.
+
+    `score_of`: the name of what is compared. A state that has another one as its "score_of" has no score;
+    None, there or here: all scores are of one thing.
     """
 
     keep_last: int = 3
     keep_every_steps: int | None = None
     keep_best: int = 0
+    score_of: str | None = None
 
 
 def to_remove(checkpoints: Sequence[CommittedCheckpoint], policy: RetentionPolicy) -> list[int]:
@@ -97,7 +101,7 @@ def prune(
     on, off = split(found, judged_by)
     for checkpoint in on:
         if checkpoint.step not in known:
-            known[checkpoint.step] = _as_kept(storages[checkpoint.place], checkpoint)
+            known[checkpoint.step] = _as_kept(storages[checkpoint.place], checkpoint, policy.score_of)
     there = [known[checkpoint.step] for checkpoint in on]
     policy_says = set(to_remove(there, policy) if upcoming is None else _outdated(there, upcoming, policy))
     leaving = [checkpoint for checkpoint in on if checkpoint.step in policy_says]
@@ -131,15 +135,17 @@ def _outdated(there: Sequence[CommittedCheckpoint], upcoming: int, policy: Reten
     return [step for step in removed if newest is not None and step != newest]
 
 
-def _as_kept(storage: Storage, checkpoint: StoredCheckpoint) -> CommittedCheckpoint:
+def _as_kept(storage: Storage, checkpoint: StoredCheckpoint, score_of: str | None) -> CommittedCheckpoint:
     """Look at a checkpoint as far as that is cheap: its manifest, and the sizes of its files."""
     try:
         manifest = read_manifest(storage, checkpoint)
         check_sizes(storage, manifest, checkpoint.folder)
     except DamagedError:
         return CommittedCheckpoint(checkpoint.step, is_intact=False)
-    score = manifest.state.get("score")
-    return CommittedCheckpoint(checkpoint.step, float(score) if isinstance(score, int | float) else None)
+    score, of = manifest.state.get("score"), manifest.state.get("score_of")
+    if not isinstance(score, int | float) or (None not in (of, score_of) and of != score_of):
+        return CommittedCheckpoint(checkpoint.step)
+    return CommittedCheckpoint(checkpoint.step, float(score))
 
 
 def remove_off_line(storage: Storage, lineage: Lineage, fallback: Storage | None = None) -> list[OffLine]:

@@ -593,7 +593,9 @@ class Saver:
 
     def _prune(self, save: _Save, upcoming: int | None = None) -> None:
         options = self._options
-        policy = retention.RetentionPolicy(options.keep_last, options.keep_every_steps, options.keep_best)
+        policy = retention.RetentionPolicy(
+            options.keep_last, options.keep_every_steps, options.keep_best, options.score_of
+        )
         self._known.pop(save.step, None)
         fallback = self._look_into_fallback() if self._is_fallback_used else None
         removed = retention.prune(self._storage, policy, self._lineage, self._known, upcoming, fallback)

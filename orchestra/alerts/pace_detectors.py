@@ -256,13 +256,18 @@ def slow_rank(run: ObservedRun, _limits: Limits) -> Sequence[Finding]:
         return []
     if run.config is not None and run.config.recovery.straggler_every_steps is None:
         return [run.cannot_see("slow_rank", "recovery.straggler_every_steps=null: nobody times the ranks")]
-    findings = []
+    findings, ep = [], 1 if run.config is None else run.config.parallelism.ep
     for slow in slow_ranks(run.events)[:_NAMED]:
         found = [
             event["time"] for event in attempt.named("straggler_found") if event.get("rank") == slow.rank
         ]
         evidence = f"rank {slow.rank} on {slow.host} needs {slow.ratio:.2f} × the others' time"
         advice = f"look at {slow.host} (clocks, temperature, other jobs): the whole run has its pace"
+        if ep > 1:
+            advice = (
+                f"see moe/rank_load first: with parallelism.ep={ep} a rank whose experts get more tokens "
+                f"needs longer on a healthy host; where it is near 1, {advice}"
+            )
         findings.append(run.alert("slow_rank", evidence, found[-1], advice, str(slow.rank)))
     return findings
 

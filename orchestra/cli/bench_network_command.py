@@ -69,7 +69,7 @@ def run(arguments: Namespace) -> int:
     if not any(override.startswith("cluster.nodes=") for override in overrides):
         # The fewest that show what lies between nodes.
         overrides.append("cluster.nodes=2")
-    site = replace(ask(), instead="measure here with cluster=local")
+    site = replace(ask(is_dry=arguments.dry_run), instead="measure here with cluster=local")
     config = compose(overrides, Situation(_VERB, cluster=site)).config
     site.require()
     return _in_a_job(config, site, arguments)

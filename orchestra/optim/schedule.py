@@ -23,11 +23,15 @@ def min_learning_rate(optim: OptimConfig) -> float:
 
 def learning_rate(optim: OptimConfig, train: TrainConfig, step: int) -> float:
     """Return the learning rate of `step` (1 … train.steps)."""
-    rate = _rate_of_last_batch(optim, train, step)
+    return _rate_of_last_batch(optim, train, step) * batch_factor(optim, train, step)
+
+
+def batch_factor(optim: OptimConfig, train: TrainConfig, step: int) -> float:
+    """Return what the rate of `step` is multiplied by for its batch, by optim.batch_ramp_lr (0 to 1)."""
     if optim.batch_ramp_lr is RampRate.none:
-        return rate
+        return 1.0
     ramp = batch_ramp(train)
-    return rate * math.sqrt(ramp.at(step).global_batch_size / ramp.stages[-1].global_batch_size)
+    return math.sqrt(ramp.at(step).global_batch_size / ramp.stages[-1].global_batch_size)
 
 
 def _rate_of_last_batch(optim: OptimConfig, train: TrainConfig, step: int) -> float:

@@ -66,6 +66,13 @@ def is_eval_column(key: str) -> bool:
     return key.startswith(_EVAL)
 
 
+def score_column(metric: str) -> str:
+    """Return the column that checkpoint.keep_best compares by run.metric: the training's loss unless it is
+    one of held-out data.
+    """
+    return metric if is_eval_column(metric) else "loss"
+
+
 def train_column(name: str) -> str:
     """Return the column of the mean training loss on the part `name` of a blend, in nats per token."""
     return f"{_TRAIN}{name}/loss"

@@ -30,17 +30,54 @@ from orchestra.sizes.flops import (
     expert_width,
     head_dim,
     num_dense_layers,
+    num_parameters,
     value_width,
     without_experts,
 )
-from orchestra.sizes.pipeline_schedule import PipelineShape, shape_of_pipeline
+from orchestra.sizes.pipeline_schedule import PipelineShape, pipeline_shape, shape_of_pipeline
 from orchestra.sizes.stage_cut import cut_layers, ranges_of
-from orchestra.sizes.topology import Layout, batch_shape
+from orchestra.sizes.topology import Layout, batch_shape, divisors, rank_share
 from orchestra.sizes.units import GIB, MIB
 
 # Assumed of a node's own disk: one NVMe drive (a cloud's read 2.8e9 and took 3 to 6e9, measured past the page
 # cache in pieces of 256 MiB).
 _DISK_BYTES_PER_S = 2.5e9
+# Two moments in fp32.
+_ADAM_BYTES = 8.0
+# What cuBLAS wants of each size of an fp8 product.
+FP8_MULTIPLE = 16
+
+
+def fp8_tokens(config: Config, micro_batch_size: int) -> dict[str, int]:
+    """Return the tokens that a rank's fp8 products take of a micro-batch, by how they are counted."""
+    parallelism, name = config.parallelism, "train.micro_batch_size × train.seq_len"
+    num_tokens = micro_batch_size * config.train.seq_len // parallelism.cp
+    if parallelism.cp > 1:
+        name = f"{name} / parallelism.cp"
+    sizes = {name: num_tokens}
+    if config.model.kv_lora_rank is not None and parallelism.sequence_parallel:
+        # Latents are made of a rank's own part of the tokens.
+        sizes[f"{name} / parallelism.tp"] = num_tokens // parallelism.tp
+    return sizes
+
+
+def open_micro_batch_sizes(config: Config, dp: int) -> list[int]:
+    """Return what train.micro_batch_size=auto chooses from, ascending: the sizes that divide a rank's share
+    of each global batch. None where fp8 has products of none of them.
+    """
+    train, parallelism = config.train, config.parallelism
+    share, is_fp8 = rank_share(train, dp), config.precision.name is PrecisionName.fp8
+    sizes = [
+        size
+        for size in divisors(share)
+        if not is_fp8 or not any(number % FP8_MULTIPLE for number in fp8_tokens(config, size).values())
+    ]
+    # A pipeline whose ranks wait for most of a step is no choice, whatever fits.
+    least = 2 * pipeline_shape(parallelism).num_stages if parallelism.pp > 1 else 1
+    if train.noise_scale_every is not None and dp == 1:
+        # Nor is one that leaves the noise of gradients nothing to compare a micro-batch with.
+        least = max(least, 2)
+    return [size for size in sizes if share // size >= least] or sizes[:1]
 
 
 @dataclass(frozen=True)
@@ -343,10 +380,22 @@ def training_shape(config: Config, degrees: Layout, *, is_gpu: bool) -> Training
     )
 
 
-def _moment_bytes(optim: OptimConfig) -> float:
-    if optim.target is not None and optim.state_bytes_per_parameter is not None:
-        return optim.state_bytes_per_parameter / 2
-    return 2 if optim.state_dtype is StateDType.bf16 else 4
+def optimizer_bytes(optim: OptimConfig) -> float:
+    """Return the bytes of state that the optimizer keeps for a parameter, beside its master."""
+    if optim.target is not None:
+        given = optim.state_bytes_per_parameter
+        return _ADAM_BYTES if given is None else given
+    return _ADAM_BYTES / 2 if optim.state_dtype is StateDType.bf16 else _ADAM_BYTES
+
+
+def checkpoint_bytes(config: Config) -> int:
+    """Return the bytes of one checkpoint's parameters, fp32 masters that they are, and optimizer state."""
+    return round(num_parameters(config.model) * saved_bytes_per_parameter(config.optim))
+
+
+def saved_bytes_per_parameter(optim: OptimConfig) -> float:
+    """Return the bytes of a parameter's fp32 master and of its optimizer's state."""
+    return 4 + optimizer_bytes(optim)
 
 
 def trainer_options(config: Config, *, is_gpu: bool) -> TrainerOptions:
@@ -357,7 +406,7 @@ def trainer_options(config: Config, *, is_gpu: bool) -> TrainerOptions:
     # A save at the last step alone has no training beside it.
     is_saved = every is not None and (isinstance(every, str) or every < train.steps)
     return TrainerOptions(
-        moment_bytes=_moment_bytes(config.optim),
+        moment_bytes=optimizer_bytes(config.optim) / 2,
         is_plugged=config.optim.target is not None,
         reduce_bytes=None if reduce is None else 4 if reduce is DType.fp32 else 2,
         bucket_bytes=config.parallelism.bucket_mib * MIB,

@@ -11,11 +11,11 @@ from conf.schema import Config
 from orchestra.config.keys import known_keys, shown
 from orchestra.config.machine import tokens_per_step
 from orchestra.errors import ConfigError
-from orchestra.optim.schedule import learning_rate
+from orchestra.optim.schedule import batch_factor, learning_rate
 from orchestra.run.events import is_number
 from orchestra.run.metrics_file import read_metrics
 from orchestra.run.paths import RunDir
-from orchestra.sizes.topology import batch_ramp
+from orchestra.sizes.topology import batch_ramp, warmup_steps
 
 # A rate that grows or shrinks more than this between two steps is no schedule's own doing, but for a warm-up.
 _MAX_JUMP = 1.5
@@ -96,9 +96,25 @@ class ResumeChanges:
         of_schedule = [f"{name}={new}" for name, (_, new) in self.keys.items() if _moves_schedule(name)]
         raise ConfigError(
             f"{' '.join(of_schedule)}: the learning rate would jump at step {self.step + 1}, "
-            f"{_arrow(rates)} ({self.now.optim.schedule.value} over {self.now.train.steps} steps); keep it "
-            f"with `optim.schedule=constant optim.lr={was:.3g}`, or accept the jump with --accept-jump"
+            f"{_arrow(rates)} ({self.now.optim.schedule.value} over {self.now.train.steps} steps); "
+            f"{self._how_to_keep(was)}, or accept the jump with --accept-jump"
         )
+
+    def _how_to_keep(self, was: float) -> str:
+        """Return which values let the next step train at the rate `was`, and those after it too."""
+        step, optim, train = self.step or 0, self.now.optim, self.now.train
+        if was <= 0:
+            return "it was to be 0, which no run can keep: give one that it is to have with `optim.lr`"
+        rate = f"{was / batch_factor(optim, train, step + 1):.6g}"
+        words = ["optim.schedule=constant", f"optim.lr={rate}"]
+        if warmup_steps(optim, train) > step:
+            # More steps have a longer warm-up, which the next one would lie in again.
+            words.append(
+                f"optim.warmup_steps={min(warmup_steps(self.before.optim, self.before.train), step)}"
+            )
+        if optim.min_lr is not None and optim.min_lr > float(rate):
+            words.append("optim.min_lr=null")
+        return f"keep it with `{' '.join(words)}`"
 
     def lines(self) -> list[str]:
         """Return what a person should see before the run goes on; nothing where nothing changes."""

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from conf.schema import Config, Device, LauncherName
 from orchestra.config.compose import compose, merge, typed
+from orchestra.config.home import chooses_cluster
 from orchestra.config.keys import shown
 from orchestra.config.machine import Situation, signature
 from orchestra.config.overrides import check_overrides
@@ -110,8 +111,7 @@ class Submission:
 
 def with_cluster(overrides: Sequence[str]) -> list[str]:
     """Return overrides with cluster=slurm before them where they choose no cluster."""
-    chosen = ("cluster=", "+cluster=", "cluster.launcher=", "experiment=")
-    if any(override.startswith(chosen) for override in overrides):
+    if any(map(chooses_cluster, overrides)):
         return list(overrides)
     return ["cluster=slurm", *overrides]
 
@@ -207,14 +207,28 @@ def _planned_sweep(
         note(sentence)
     problems = SweepProblems([member.chosen for member in members], [])
     for index, member in enumerate(submission.members if checks_memory else ()):
-        # Where the configuration or Slurm names the device.
-        config, on_one = site.with_gpu_type(member.config), members_on_one(member.config, member.share)
-        problem = memory_problem(config, Situation("submit")) or crowd_problem(config, on_one)
-        if problem := problem or memory_problem(_at_first(config), Situation("submit")):
+        if problem := _misfit(member.config, member.share, site):
             problems.add(index, [problem])
     if sentences := problems.sentences():
         raise ConfigError(sentences)
     return submission
+
+
+def fitted(config: Config, site: Site, *, checks_memory: bool = True) -> Config:
+    """Return a changed configuration of a run that goes on at `site`, with a number in the place of
+    cluster.members_per_node=auto, as a new one gets it. Raises ConfigError where memory does not suffice.
+    """
+    config = _packed(config, site)
+    if checks_memory and (problem := _misfit(config, site.share_of_nodes(config), site)):
+        raise ConfigError(problem)
+    return config
+
+
+def _misfit(config: Config, share: Share, site: Site) -> str | None:
+    """Return why memory does not suffice, of the devices that the configuration or Slurm names."""
+    on_one, config = members_on_one(config, share), site.with_gpu_type(config)
+    problem = memory_problem(config, Situation("submit")) or crowd_problem(config, on_one)
+    return problem or memory_problem(_at_first(config), Situation("submit"))
 
 
 def _at_first(config: Config) -> Config:

@@ -30,9 +30,9 @@ from orchestra.run.paths import RunDir
 from orchestra.run.rollback import BadSteps, Stretch
 from orchestra.run.run_lineage import newer_attempt
 from orchestra.sizes import save_interval
-from orchestra.sizes.flops import num_parameters
 from orchestra.sizes.save_interval import Interval
 from orchestra.sizes.topology import BatchRamp, batch_ramp
+from orchestra.sizes.training_shape import checkpoint_bytes
 from orchestra.train.memory import host_memory
 from orchestra.train.memory_copies import MemoryCopies
 from orchestra.train.starting_point import DataProgress, StartingPoint, order_roll_back
@@ -44,8 +44,6 @@ _FENCED_PHASES = ("before_manifest", "before_prune")
 _TIMED_STEPS = 20
 # How many of the newest rows and saves of earlier attempts are used.
 _RECENT = 20
-# Of each parameter: its fp32 master and Adam's two moments.
-_SAVED_BYTES = 12
 # How often the last checkpoint of an attempt is tried at least: no later one can make up for it.
 _LAST_TRIES = 2
 # Before the second try there is no pause, before the third one this, and then up to the longest.
@@ -103,12 +101,12 @@ class SaveRhythm:
     def __init__(
         self,
         context: CheckpointContext,
-        num_parameters: int,
+        num_bytes: int,
         mtbf_device_hours: float | None,
         batches: BatchRamp,
     ) -> None:
         self._context = context
-        self._num_parameters = num_parameters
+        self._checkpoint_bytes = num_bytes
         self._mtbf_device_hours = mtbf_device_hours
         self._batches = batches
         # Steps that are saved by the clock are agreed on where the ranks agree on when to stop.
@@ -187,7 +185,7 @@ class SaveRhythm:
 
     def _interval(self, step_time_s: float) -> Interval:
         world_size = self._context.mesh.world_size
-        share = self._num_parameters * _SAVED_BYTES / world_size
+        share = self._checkpoint_bytes / world_size
         stalls, writes = self._measured_saves()
         stall_s = statistics.median(stalls) if stalls else save_interval.assumed_stall_s(share)
         write_s = statistics.median(writes) if writes else save_interval.assumed_write_s(share)
@@ -456,7 +454,8 @@ class Checkpoints:
             optimizer_values=tuple(self.state.optimizer_values),
             experts={} if self.state.experts is None else self.state.experts.state(),
         )
-        identity = {"wandb_id": self.context.wandb_id, "config": self.context.facts}
+        context = self.context
+        identity = {"wandb_id": context.wandb_id, "config": context.facts, "score_of": context.score_of}
         return {**position_to_json(full), **identity}
 
     def _prepare(self) -> None:
@@ -510,6 +509,7 @@ def build_checkpoints(
         keep_last=settings.keep_last,
         keep_every_steps=settings.keep_every_steps,
         keep_best=settings.keep_best,
+        score_of=context.score_of,
         when_busy=settings.when_busy.name,
         restore=settings.restore.name,
         limit_s=settings.timeout_s,
@@ -535,7 +535,7 @@ def build_checkpoints(
     start = StartingPoint(context, config.model, state, checkpointer, copies)
     rhythm = SaveRhythm(
         context,
-        num_parameters(config.model),
+        checkpoint_bytes(config),
         config.cluster.mtbf_device_hours,
         batch_ramp(config.train, context.mesh.layout.dp),
     )

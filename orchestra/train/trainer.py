@@ -47,7 +47,7 @@ from orchestra.run.control.stop_requests import StopRequest
 from orchestra.run.events import EventWriter, rank_writer
 from orchestra.run.files import JsonLinesWriter
 from orchestra.run.heartbeat import Heart, Phase, silent_heart
-from orchestra.run.metrics_file import MFU_CONVENTION, is_eval_column
+from orchestra.run.metrics_file import MFU_CONVENTION, is_eval_column, score_column
 from orchestra.run.paths import RunDir, offload_folder
 from orchestra.run.planned_faults import planned_faults
 from orchestra.run.record import fallback_place, wandb_id
@@ -397,6 +397,7 @@ def checkpoint_context(
     return CheckpointContext(
         settings=config.checkpoint,
         facts=facts(config),
+        score_of=score_column(config.run.metric),
         last_step=config.train.steps,
         run=rank.run,
         wandb_id=wandb_id(rank.run),

@@ -47,6 +47,11 @@ class DcpSource:
 
     def ask(self, act: str, **request: Any) -> dict[str, Any]:
         """Let a process of its own do `act`, and return its answer. Raises DataError with its words."""
+        if "://" not in self.place and not Path(_absolute(self.place)).is_dir():
+            raise DataError(
+                f"{self.place} is no folder of this machine; give the folder that "
+                "torch.distributed.checkpoint wrote, with its .metadata"
+            )
         asked = {"act": act, "source": _absolute(self.place), "model": self.model_key, "step": self.step}
         # Our own packages first, and not the working directory.
         own = str(Path(checkpointing.__file__).parents[1])

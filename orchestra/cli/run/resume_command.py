@@ -11,6 +11,7 @@ import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from conf.schema import LauncherName
@@ -39,6 +40,7 @@ from orchestra.submit.resume_run import (
     submit_resume,
 )
 from orchestra.submit.site import ask
+from orchestra.submit.submission import fitted
 
 if TYPE_CHECKING:
     from launchers.slurm.sbatch import Estimate
@@ -68,8 +70,8 @@ Of a sweep what is missing or failed is submitted, or trained here, again.
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.usage = (
-        "orchestra resume RUN [overrides] [--accept-jump] [--dry-run] [--json]\n"
-        "                        [--config-dir DIR] [--dir DIR]"
+        "orchestra resume RUN [overrides] [--accept-jump] [--skip-memory-check]\n"
+        "                        [--dry-run] [--json] [--config-dir DIR] [--dir DIR]"
     )
     parser.add_argument("run", metavar="RUN", help="name, unique start of one, or path")
     parser.add_argument(
@@ -78,6 +80,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_output_options(parser)
     parser.add_argument(
         "--accept-jump", action="store_true", help="let a changed schedule move the rate at once"
+    )
+    parser.add_argument(
+        "--skip-memory-check", action="store_true", help="submit even what the planner says does not fit"
     )
     add_config_dir(parser)
     add_directory_option(parser)
@@ -151,6 +156,9 @@ def _submit(arguments: Namespace, target: RunDir, answer: SchedulerAnswer) -> in
     if plan.is_finished:
         return _say_finished(plan, as_json=arguments.json)
     site.require()
+    if plan.overrides:
+        config = fitted(plan.config, site, checks_memory=not arguments.skip_memory_check)
+        plan = replace(plan, config=config)
     following = following_still(target, time.time(), is_dry=arguments.dry_run)
     planned = resume_job(plan, site.share(plan.config), following)
     estimate = site.tested(planned.script())

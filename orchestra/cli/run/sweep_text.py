@@ -366,7 +366,13 @@ def resume_sweep(arguments: Namespace, sweep: SweepDir) -> int:
     site = ask(is_dry=arguments.dry_run, folder=sweep.path.parent)
     site.require()
     existing = ExistingSweep(sweep, read_sweep(sweep))
-    action = resume_action(existing, site, arguments.overrides, accepts_jump=arguments.accept_jump)
+    action = resume_action(
+        existing,
+        site,
+        arguments.overrides,
+        accepts_jump=arguments.accept_jump,
+        checks_memory=not arguments.skip_memory_check,
+    )
     if arguments.overrides and not action.arrays:
         note(
             f"{' '.join(arguments.overrides)} changes nothing: no member of {sweep.name} is to be submitted; "

@@ -16,10 +16,9 @@ from orchestra.config.machine import Situation, absolute, world_size
 from orchestra.config.rules.place_rules import rule_memory, trained_bytes
 from orchestra.sizes.flops import num_parameters
 from orchestra.sizes.save_interval import AUTO
+from orchestra.sizes.training_shape import checkpoint_bytes, saved_bytes_per_parameter
 from orchestra.sizes.units import binary, duration_s
 
-# The fp32 master of a parameter and Adam's two moments.
-_BYTES_SAVED = 12
 _LOCAL_PROTOCOLS = ("file", "local")
 # Folders that each node has for itself.
 _OF_A_NODE = ("/tmp", "/var/tmp", "/dev/shm", "/run")
@@ -177,11 +176,6 @@ def rule_checkpoint_memory(config: Config, situation: Situation) -> Iterator[str
         )
 
 
-def checkpoint_bytes(config: Config) -> int:
-    """Return the bytes of one checkpoint's parameters and optimizer state."""
-    return num_parameters(config.model) * _BYTES_SAVED
-
-
 def local_folder(place: str) -> Path | None:
     """Return the folder that a place means on this machine; None for a URL of another."""
     protocol, separator, path = place.rpartition("://")
@@ -195,7 +189,7 @@ def _saves(config: Config) -> bool:
 
 
 def _counted(config: Config) -> str:
-    return f"{num_parameters(config.model):,} parameters × {_BYTES_SAVED} bytes"
+    return f"{num_parameters(config.model):,} parameters × {saved_bytes_per_parameter(config.optim):g} bytes"
 
 
 def _existing(folder: Path) -> Path:

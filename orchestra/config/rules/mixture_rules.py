@@ -4,13 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from conf.schema import CheckpointConfig, Config, ContextMethod, ExpertPlacement, Family, MoeBalance, Offload
+from conf.schema import (
+    CheckpointConfig,
+    Config,
+    ContextMethod,
+    ExpertPlacement,
+    Family,
+    ModelConfig,
+    MoeBalance,
+    Offload,
+)
 from orchestra.config.keys import shown
 from orchestra.config.machine import Situation, data_parallel
 from orchestra.sizes.topology import divisors, expert_degrees, listed
 
+# Keys of the model that say something of experts alone.
+_OF_EXPERTS = (
+    *("num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"),
+    *("first_k_dense_replace", "scoring_func", "norm_topk_prob", "routed_scaling_factor"),
+    *("n_group", "topk_group", "moe_balance", "moe_bias_update_rate", "router_aux_loss_coef"),
+    *("moe_aux_scope", "router_z_loss_coef", "moe_capacity_factor"),
+)
 
-def rule_experts(config: Config, _: Situation) -> Iterator[str]:
+
+def rule_experts(config: Config, situation: Situation) -> Iterator[str]:
     model, ep, num_experts = config.model, config.parallelism.ep, config.model.num_experts
     if num_experts <= 0:
         if ep > 1:
@@ -18,6 +35,9 @@ def rule_experts(config: Config, _: Situation) -> Iterator[str]:
                 f"parallelism.ep={ep} shares out experts and model.num_experts={num_experts}; use "
                 "parallelism.ep=1, or a model with experts such as model=mixtral_8x7b"
             )
+        if not situation.from_step and situation.verb != "resume":
+            # A run that goes on trains as it did, and its model cannot change.
+            yield from _without_experts(model)
         return
     if model.family is not Family.llama:
         yield (
@@ -57,6 +77,20 @@ def rule_experts(config: Config, _: Situation) -> Iterator[str]:
     for key, (value, usual) in dense_only.items():
         if value is not usual:
             yield f"{key}={shown(value)} is not planned for mixtures of experts; use {key}={shown(usual)}"
+
+
+def _without_experts(model: ModelConfig) -> Iterator[str]:
+    usual = ModelConfig()
+    given = [key for key in _OF_EXPERTS if getattr(model, key) != getattr(usual, key)]
+    if given:
+        yield (
+            f"{_words(model, given)} with model.num_experts={model.num_experts}: without experts nothing "
+            f"comes of it; give model.num_experts, or use {_words(usual, given)}"
+        )
+
+
+def _words(model: ModelConfig, keys: list[str]) -> str:
+    return " ".join(f"model.{key}={shown(getattr(model, key))}" for key in keys)
 
 
 def rule_expert_placement(config: Config, _: Situation) -> Iterator[str]:

@@ -40,8 +40,9 @@ from orchestra.plugins import is_plugin
 from orchestra.run.paths import offload_folder
 from orchestra.run.permissions import group_problem
 from orchestra.sizes.compilation import lacking_tools, refusal, tools_here
-from orchestra.sizes.flops import num_parameters
-from orchestra.sizes.topology import divisors, layout, listed
+from orchestra.sizes.flops import num_dense_layers, num_expert_parameters, num_parameters
+from orchestra.sizes.topology import divisors, has_open_micro_batch, layout, listed
+from orchestra.sizes.training_shape import optimizer_bytes
 from orchestra.sizes.units import MIB, as_slurm_time, binary, slurm_time_s
 
 # 256 byte values and the document separator.
@@ -152,7 +153,7 @@ def trained_bytes(config: Config, ranks: int) -> int:
     except ConfigError:
         return 0
     zero, precision = config.parallelism.zero, config.precision.name
-    moments = 4 if config.optim.state_dtype is StateDType.bf16 else 8
+    moments = optimizer_bytes(config.optim)
     parameter, gradient, state = 4, 4, moments
     if precision is not PrecisionName.fp32:
         # 16-bit parameters, with masters in fp32.
@@ -162,8 +163,16 @@ def trained_bytes(config: Config, ranks: int) -> int:
     if config.parallelism.offload is Offload.optimizer_disk:
         state = 0
     widths = ((parameter, 3), (gradient, 2), (state, 1))
-    each = sum(width / (degrees.shard if zero >= stage else 1) for width, stage in widths)
-    return round(num_parameters(config.model) * each * ranks / (degrees.tp * degrees.pp))
+    model = config.model
+    experts = (model.num_hidden_layers - num_dense_layers(model)) * num_expert_parameters(model)
+    # Where ZeRO shards experts it does so among the ranks that share them out, over as many in all.
+    parts = ((num_parameters(model) - experts, 1), (experts, config.parallelism.ep))
+    each = sum(
+        size * width / (degrees.shard if zero >= stage else whole)
+        for size, whole in parts
+        for width, stage in widths
+    )
+    return round(each * ranks / (degrees.tp * degrees.pp))
 
 
 def _starts_on_cpu(config: Config) -> bool:
@@ -468,6 +477,8 @@ def rule_members_at_once(config: Config, situation: Situation) -> Iterator[str]:
             f"cluster.members_at_once={number} is for sweeps on this machine (`orchestra run -m`); on Slurm "
             f"cluster.array_throttle={number} limits how many members train at a time"
         )
+    elif number > 1 and has_open_micro_batch(config.train) and _shares_memory(config):
+        yield _each_would_fill("members_at_once", number, "this machine")
     elif number > 1 and cluster.device is Device.cuda and situation.num_gpus:
         each, visible = cluster.gpus_per_node, situation.num_gpus
         if isinstance(each, int) and each * number > visible and not cluster.share_devices:
@@ -475,6 +486,18 @@ def rule_members_at_once(config: Config, situation: Situation) -> Iterator[str]:
                 f"cluster.members_at_once={number} members × {each} GPU(s) of their own, but {visible} "
                 f"GPU(s) are visible on this machine; use fewer, or a smaller cluster.gpus_per_node"
             )
+
+
+def _shares_memory(config: Config) -> bool:
+    """Whether members that train at a time share memory in which no part is theirs."""
+    return config.cluster.device is Device.cpu or config.cluster.share_devices
+
+
+def _each_would_fill(key: str, number: int, what: str) -> str:
+    return (
+        f"cluster.{key}={number}: {number} members share the memory of {what}, and each would fill it with "
+        f"train.micro_batch_size=auto; give a number"
+    )
 
 
 def rule_members_per_node(config: Config, _: Situation) -> Iterator[str]:
@@ -501,6 +524,8 @@ def rule_members_per_node(config: Config, _: Situation) -> Iterator[str]:
         )
     if members == "auto" and cluster.device is Device.cpu:
         yield f"{given}: on CPU nobody counts what fits; give a number"
+    elif isinstance(members, int) and cluster.device is Device.cpu and has_open_micro_batch(config.train):
+        yield _each_would_fill("members_per_node", members, "a node")
 
 
 def rule_alternatives(config: Config, _: Situation) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from conf.schema import (
     Config,
@@ -33,11 +34,10 @@ from orchestra.sizes.topology import (
     layout_problems,
     listed,
     nearest_multiples,
+    rank_share,
     sharding_problems,
 )
-
-# What cuBLAS wants of each size of an fp8 product.
-_FP8_MULTIPLE = 16
+from orchestra.sizes.training_shape import FP8_MULTIPLE, fp8_tokens, open_micro_batch_sizes
 
 
 def rule_heads(config: Config, _: Situation) -> Iterator[str]:
@@ -248,11 +248,12 @@ def rule_fp8(config: Config, _: Situation) -> Iterator[str]:
         **_fp8_output(config),
     }
     for name, size in sizes.items():
-        if size % _FP8_MULTIPLE:
+        if size % FP8_MULTIPLE:
             yield (
-                f"precision=fp8 takes products of sizes that {_FP8_MULTIPLE} divides, and {name} = {size} is "
-                f"not one; use {listed(nearest_multiples(size, _FP8_MULTIPLE))}, or precision=bf16"
+                f"precision=fp8 takes products of sizes that {FP8_MULTIPLE} divides, and {name} = {size} is "
+                f"not one; use {listed(nearest_multiples(size, FP8_MULTIPLE))}, or precision=bf16"
             )
+    yield from _fp8_open(config)
 
 
 def rule_fp8_choices(config: Config, _: Situation) -> Iterator[str]:
@@ -292,21 +293,32 @@ def _fp8_keys(config: Config) -> dict[str, int]:
 
 def _fp8_tokens(config: Config) -> dict[str, int]:
     dp = data_parallel(config)
-    if dp is None or config.train.micro_batch_size == "auto":
+    if dp is None or has_open_micro_batch(config.train):
         return {}
     try:
         batch = batch_shape(config.train, dp)
     except ConfigError:
         return {}
-    name, parallelism = "train.micro_batch_size × train.seq_len", config.parallelism
-    num_tokens = batch.micro_batch_size * batch.seq_len // parallelism.cp
-    if parallelism.cp > 1:
-        name = f"{name} / parallelism.cp"
-    sizes = {name: num_tokens}
-    if config.model.kv_lora_rank is not None and parallelism.sequence_parallel:
-        # Latents are made of a rank's own part of the tokens.
-        sizes[f"{name} / parallelism.tp"] = num_tokens // parallelism.tp
-    return sizes
+    return fp8_tokens(config, batch.micro_batch_size)
+
+
+def _fp8_open(config: Config) -> Iterator[str]:
+    """Of the sizes that the ranks choose from one at least must do."""
+    dp = data_parallel(config)
+    if dp is None or not has_open_micro_batch(config.train):
+        return
+    try:
+        batch_shape(replace(config.train, micro_batch_size=1), dp)
+    except ConfigError:
+        # Of a batch that the ranks cannot share out another rule tells.
+        return
+    if not open_micro_batch_sizes(config, dp):
+        share, names = rank_share(config.train, dp), list(fp8_tokens(config, 1))
+        yield (
+            f"precision=fp8 with train.micro_batch_size=auto: {FP8_MULTIPLE} divides {names[-1]} for none of "
+            f"the sizes that divide a rank's {share} sequence(s); use a larger global batch, a train.seq_len "
+            f"with more factors of 2, or precision=bf16"
+        )
 
 
 def _fp8_output(config: Config) -> dict[str, int]:

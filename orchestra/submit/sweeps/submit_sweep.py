@@ -53,7 +53,13 @@ from orchestra.submit.new_run import code_revision, is_snapshot, made_as_one, or
 from orchestra.submit.resume_changes import ResumeChanges
 from orchestra.submit.resume_run import freeze_config, without_past_faults
 from orchestra.submit.site import Site
-from orchestra.submit.submission import PlannedMember, Submission, parent_of_sweep, planned_sweep
+from orchestra.submit.submission import (
+    PlannedMember,
+    Submission,
+    fitted,
+    parent_of_sweep,
+    planned_sweep,
+)
 from orchestra.submit.sweeps.arrays import (
     Numbering,
     PlacedSubmission,
@@ -123,20 +129,22 @@ def resume_action(
     composed: Mapping[str, Config] | None = None,
     *,
     accepts_jump: bool = False,
+    checks_memory: bool = True,
 ) -> SweepAction:
     """Return how a sweep that exists goes on: its members that are neither done nor alive are submitted to
     `site`, or train on this machine (None).
 
     `composed` are the members' configurations by signature, where the command has them; `accepts_jump`: of
-    the learning rate, by a changed schedule. Raises ConfigError
-    when another command is submitting it or overrides cannot be applied, LaunchError when Slurm is silent.
+    the learning rate, by a changed schedule; `checks_memory`: whether changed members fit their GPUs. Raises
+    ConfigError when another command is submitting it or overrides cannot be applied, LaunchError when Slurm
+    is silent.
     """
     sweep, record = existing.sweep, existing.record
     refuse_busy_sweep(sweep, record)
     all_members = member_states(sweep, record)
     needing = [member for member in all_members if member.needs_job and not member.is_elsewhere]
     situation = this_machine("resume", starts=True) if site is None else Situation("submit", cluster=site)
-    changes = MemberChanges(tuple(overrides), situation, composed or {}, accepts_jump)
+    changes = MemberChanges(tuple(overrides), situation, composed or {}, accepts_jump, site, checks_memory)
     members = resumed_members(needing, changes)
     kept = [member for member in all_members if member not in needing]
     # Members that share a node have one job.
@@ -261,6 +269,9 @@ class MemberChanges:
     # Configurations by signature, for members whose run another sweep made and somebody removed.
     composed: Mapping[str, Config]
     accepts_jump: bool
+    # None: they train on this machine.
+    site: Site | None = None
+    checks_memory: bool = True
 
 
 def resumed_members(member_states: Sequence[MemberRun], changes: MemberChanges) -> tuple[ResumedMember, ...]:
@@ -299,6 +310,8 @@ def _resumed_member(existing: MemberRun, changes: MemberChanges) -> ResumedMembe
         ways = ResumeChanges(frozen, config, step)
         ways.refuse_other_past(run)
         ways.refuse_jump(changes.accepts_jump)
+        if changes.site is not None:
+            config = fitted(config, changes.site, checks_memory=changes.checks_memory)
     return ResumedMember(member, number, config, is_new, existing.num_jobs)
 
 

@@ -27,8 +27,8 @@ from conf.schema import Config
 from orchestra.errors import ConfigError
 from orchestra.parallel.mesh import Mesh, RankEnvironment, make_mesh
 from orchestra.run.events import EventWriter
-from orchestra.sizes.pipeline_schedule import pipeline_shape
-from orchestra.sizes.topology import batch_shape, divisors, rank_share
+from orchestra.sizes.topology import batch_shape
+from orchestra.sizes.training_shape import open_micro_batch_sizes
 from orchestra.train.build import build_training
 from orchestra.train.dry_build import (
     allow_fake_groups,
@@ -82,17 +82,12 @@ def choose_micro_batch_size(config: Config, mesh: Mesh, ranks: RankEnvironment) 
     """Return the largest size that fits on every rank, of those that divide a rank's share of each global
     batch.
 
-    At least 1, though the training itself may then run out of memory. *Collective*.
+    The smallest of them where none fits, though the training itself may then run out of memory. *Collective*.
     """
     # Raises where not even one sequence a micro-batch would do.
     batch_shape(_with_size(config, 1).train, mesh.layout.dp)
-    share = rank_share(config.train, mesh.layout.dp)
-    # A pipeline whose ranks wait for most of a step is no choice, whatever fits.
-    least = 2 * pipeline_shape(config.parallelism).num_stages if mesh.layout.pp > 1 else 1
-    if config.train.noise_scale_every is not None and mesh.layout.dp == 1:
-        # Nor is one that leaves the noise of gradients nothing to compare a micro-batch with.
-        least = max(least, 2)
-    sizes = [size for size in divisors(share) if share // size >= least] or [1]
+    # Of fp8 on ranks that are fewer than its rule knew of, a single sequence: its product says what is wrong.
+    sizes = open_micro_batch_sizes(config, mesh.layout.dp) or [1]
     with _fake_mesh(mesh) as fake_mesh:
         if mesh.device.type == "cuda":
             return _chosen_on_gpu(config, fake_mesh, sizes, _GPU_SHARE / mesh.ranks_on_device)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from recorded_runs import BEGIN, RecordedRun, flat, noisy
 
-from conf.schema import BatchStage, CheckpointConfig, Config, RecoveryConfig, TrainConfig
+from conf.schema import BatchStage, CheckpointConfig, Config, ParallelismConfig, RecoveryConfig, TrainConfig
 from orchestra.alerts.observed import Alert, Limits
 from orchestra.alerts.upkeep_detectors import failing_members
 from orchestra.report.run_state import MemberState, RunState, SweepState
@@ -369,6 +369,16 @@ def test_what_cannot_be_seen_is_said(tmp_path: Path) -> None:
     }
     assert "s3://" in blind["disk"]
     assert "no node wrote a heartbeat" in blind["silence"]
+
+
+def test_a_slow_rank_of_a_mixture_may_have_the_busy_experts(tmp_path: Path) -> None:
+    advices = []
+    for ep in (1, 2):
+        config = Config(train=TrainConfig(steps=100_000), parallelism=ParallelismConfig(ep=ep))
+        run = RecordedRun(tmp_path / str(ep), config).start().train(3, flat)
+        run.write("straggler_found", rank=3, host="node2", ratio=1.5, step=3)
+        advices += [alert.advice for alert in run.look().alerts if alert.detector == "slow_rank"]
+    assert [advice.startswith("see moe/rank_load first") for advice in advices] == [False, True]
 
 
 def test_a_run_of_another_version_is_judged_by_what_can_be_read(recorded: RecordedRun) -> None:

@@ -146,6 +146,8 @@ rule_heads
 rule_positions
     model.family=gpt  train.seq_len=4096 -> train.seq_len=4096 | 2048
 rule_experts
+    model.moe_capacity_factor=1.25  model.moe_balance=aux
+        -> model.moe_balance=aux model.moe_capacity_factor=1.25 with model.num_experts=0 | _factor=null
     parallelism.ep=2 -> parallelism.ep=2 shares out experts and model.num_experts=0 | model=mixtral_8x7b
     cluster.gpus_per_node=4  model.num_experts=2  parallelism.ep=4 -> ep=4 is more than | use 1 or 2
     cluster.gpus_per_node=8  model.num_experts=7  parallelism.ep=8 -> ep=8 is more than | use 1, 2 or 4
@@ -295,6 +297,10 @@ rule_fp8
     precision.name=fp8  model.num_experts=4  model.moe_intermediate_size=24 -> moe_intermediate_size / | 32
     precision.name=fp8  model.kv_lora_rank=24  model.num_key_value_heads=8 -> model.kv_lora_rank = 24 | 16 or
     precision.name=fp8  train.seq_len=100  train.micro_batch_size=1 -> micro_batch_size × train.seq_len = 100
+    precision.name=fp8  train.seq_len=100  train.micro_batch_size=auto  train.global_batch_size=4
+        -> 16 divides train.micro_batch_size × train.seq_len for none | a rank's 2 sequence(s)
+    precision.name=fp8  train={seq_len: 40, micro_batch_size: auto, global_batch_size: 2}  parallelism.cp=2
+        -> divides train.micro_batch_size × train.seq_len / parallelism.cp for none | larger global batch
     precision.name=fp8  precision.fp8_output=true  model.vocab_size=8190 -> = 8190 | 8176 or 8192
     precision.name=fp8  precision.fp8_output=true  train.loss_chunk_tokens=100 -> tokens = 100 | 96 or 112
 rule_fp8_choices
@@ -372,6 +378,10 @@ rule_stop_exit_code
 rule_members_at_once
     cluster.members_at_once=0 -> cluster.members_at_once=0 | 1 or more
     cluster.launcher=slurm  cluster.members_at_once=2 -> orchestra run -m | cluster.array_throttle=2
+    cluster.members_at_once=3  train.micro_batch_size=auto
+        -> cluster.members_at_once=3: 3 members share the memory of this machine | auto; give a number
+    cluster.members_at_once=2  cluster.share_devices=true  cluster.device=cuda  train.micro_batch_size=auto
+        -> 2 members share the memory of this machine
 rule_alternatives
     cluster.alternatives=[{constraint: h100}, {nodes: 2}] -> of a Slurm cluster | leave them out
 rule_members_per_node
@@ -383,6 +393,8 @@ rule_members_per_node
     cluster.launcher=slurm  cluster.members_per_node=2  cluster.requeue=chain
         -> queued again by Slurm itself | cluster.requeue=requeue
     cluster.launcher=slurm  cluster.members_per_node=auto  cluster.device=cpu -> on CPU | give a number
+    cluster.launcher=slurm  cluster.members_per_node=2  cluster.device=cpu  train.micro_batch_size=auto
+        -> cluster.members_per_node=2: 2 members share the memory of a node | auto; give a number
 """
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rule_cases import Change, changed
 
-from conf.schema import Config, PrecisionName
+from conf.schema import Config, PrecisionName, Schedule
 from orchestra.config.compose import changed_config, compose
-from orchestra.config.machine import Situation
+from orchestra.config.machine import Situation, resolved
 from orchestra.errors import ConfigError
 from orchestra.run.config_file import read_config, write_config
 from orchestra.run.paths import RunDir
@@ -150,3 +152,47 @@ def test_a_ramp_may_change_batches_to_come_and_none_that_steps_had(frozen: Confi
     assert "train.global_batch_size and train.batch_ramp are both given" in twice
     # A batch that is said takes a ramp's place.
     assert changed_config(grown, ["train.global_batch_size=16"], CPU).train.batch_ramp == []
+
+
+_RAMP: Change = {
+    "train.batch_ramp": [
+        {"tokens": 0, "global_batch_tokens": 1024},
+        {"tokens": 409_600, "global_batch_tokens": 16_384},
+    ],
+    "optim.batch_ramp_lr": "sqrt",
+}
+
+
+@pytest.mark.parametrize(
+    ("values", "change", "begin"),
+    [
+        *(({"optim.schedule": schedule.name}, {"train.steps": 2000}, 60) for schedule in Schedule),
+        # In its own warm-up.
+        ({"optim.schedule": "constant", "optim.warmup_steps": 50}, {"optim.warmup_steps": 20}, 20),
+        ({"optim.min_lr": 1e-4}, {"train.steps": 1000}, 60),
+        ({**_RAMP, "optim.warmup_steps": 6}, {"train.steps": 500}, 60),
+        # The lowest rate would be above the one that it was multiplied to.
+        ({**_RAMP, "optim.min_lr": 1.2e-4}, {"optim.batch_ramp_lr": "none"}, 60),
+    ],
+    ids=str,
+)
+def test_the_rate_stays_what_it_was_where_the_advice_is_followed(
+    values: Change, change: Change, begin: int
+) -> None:
+    before, now = (
+        resolved(changed({"train.steps": 61, **each}), CPU) for each in (values, {**values, **change})
+    )
+    with pytest.raises(ConfigError) as caught:
+        ResumeChanges(before, now, begin).refuse_jump(accepted=False)
+    advice = re.search("keep it with `(.*)`", str(caught.value))
+    assert advice is not None
+    followed = ResumeChanges(before, changed_config(now, advice[1].split(), CPU), begin)
+    followed.refuse_jump(accepted=False)
+    was, becomes = followed.rates or (0.0, 1.0)
+    assert becomes == pytest.approx(was, rel=1e-5)
+
+
+def test_no_rate_of_zero_is_advised() -> None:
+    before, now = (changed({"optim.min_lr": 0.0, "train.steps": steps}) for steps in (60, 90))
+    with pytest.raises(ConfigError, match=r"it was to be 0, .* `optim.lr`, or accept"):
+        ResumeChanges(before, now, 60).refuse_jump(accepted=False)

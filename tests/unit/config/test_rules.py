@@ -19,7 +19,10 @@ from orchestra.config.keys import known_keys
 from orchestra.config.machine import Situation, resolved, signature, this_machine, world_size
 from orchestra.config.rules import value_rules
 from orchestra.config.rules.all_rules import RULES, problems_of
+from orchestra.config.rules.place_rules import trained_bytes
 from orchestra.config.rules.plugin_rules import rule_tensorboard
+from orchestra.sizes.flops import num_expert_parameters, num_parameters
+from orchestra.sizes.training_shape import checkpoint_bytes
 
 CPU = Situation("run", num_gpus=0)
 PLAN = Situation("plan", num_gpus=0)
@@ -57,6 +60,13 @@ def test_the_expert_degrees_that_an_error_offers_are_accepted(changes: Change) -
         ep: not broken({**changes, "parallelism.ep": ep}, PLAN) for ep in range(1, 17) if 16 % ep == 0
     }
     assert offered == [ep for ep, accepted in is_accepted.items() if accepted]
+
+
+def test_a_run_that_goes_on_keeps_keys_of_experts_that_do_nothing() -> None:
+    changes: Change = {"model.moe_capacity_factor": 1.25}
+    assert len(broken(changes, PLAN)) == 1
+    for situation in (replace(PLAN, verb="resume"), replace(PLAN, from_step=3)):
+        assert broken(changes, situation) == []
 
 
 def test_every_rule_is_broken_by_some_case() -> None:
@@ -322,17 +332,44 @@ def test_training_on_cpu_must_fit_host_memory_as_its_layout_shares_it_out(
     assert ("or parallelism=zero3" in problem) is (changes.get("parallelism.zero") != 3)
 
 
-def test_a_checkpoint_must_fit_host_memory_beside_the_training() -> None:
-    # 808,064 parameters: 2 ranks × 16 bytes for training and 12 bytes for one staged copy.
-    just_enough = 808_064 * (2 * 16 + 12)
-    on_cpu = {"cluster.device": "cpu", "cluster.gpus_per_node": 2}
+@pytest.mark.parametrize(
+    ("state_dtype", "moments", "image", "training"),
+    [("fp32", 8, "12 bytes = 9.25 MiB", "24.7 MiB"), ("bf16", 4, "8 bytes = 6.17 MiB", "18.5 MiB")],
+)
+def test_a_checkpoint_must_fit_host_memory_beside_the_training(
+    state_dtype: str, moments: int, image: str, training: str
+) -> None:
+    # 808,064 parameters: 2 ranks with parameter, gradient and moments; masters and moments in a staged copy.
+    just_enough = 808_064 * (2 * (8 + moments) + 4 + moments)
+    on_cpu: Change = {"cluster.device": "cpu", "cluster.gpus_per_node": 2, "optim.state_dtype": state_dtype}
     assert broken(on_cpu, replace(LAPTOP, memory_bytes=just_enough)) == []
     too_small = replace(LAPTOP, memory_bytes=just_enough - 1)
     (problem,) = broken(on_cpu, too_small)
-    staged = "808,064 parameters × 12 bytes = 9.25 MiB of host memory"
-    for word in (staged, "beside the 24.7 MiB", "every_steps=null"):
+    staged = f"808,064 parameters × {image} of host memory"
+    for word in (staged, f"beside the {training}", "every_steps=null"):
         assert word in problem
     assert broken({**on_cpu, "checkpoint.every_steps": None}, too_small) == []
+
+
+@pytest.mark.parametrize("changes", [{}, {"parallelism.zero": 2}, {"parallelism.zero": 3}], ids=str)
+def test_ranks_that_share_out_experts_have_their_part_of_them(changes: Change) -> None:
+    model: Change = {"model.num_experts": 4, "model.first_k_dense_replace": 1, **changes}
+    alone, shared = (trained_bytes(changed({**model, "parallelism.ep": ep}), 4) for ep in (1, 2))
+    experts = 3 * num_expert_parameters(changed(model).model)
+    # Of bytes that ZeRO shards each rank has its part already.
+    whole = {0: 16, 2: 4, 3: 0}[changes.get("parallelism.zero", 0)]
+    assert alone - shared == 4 * whole * experts // 2
+
+
+def test_training_takes_what_another_optimizer_keeps() -> None:
+    muon = OptimConfig(target="orchestra.optim.muon:Muon", state_bytes_per_parameter=4.0)
+    assert trained_bytes(Config(optim=muon), 1) == 12 * num_parameters(Config().model)
+
+
+def test_what_is_saved_of_another_optimizer_is_what_it_keeps() -> None:
+    for bytes_kept, saved in ((4.0, 8), (None, 12)):
+        optim = OptimConfig(target="orchestra.optim.muon:Muon", state_bytes_per_parameter=bytes_kept)
+        assert checkpoint_bytes(Config(optim=optim)) == saved * num_parameters(Config().model)
 
 
 def test_a_folder_for_checkpoints_means_the_same_from_anywhere_and_must_be_one(

@@ -12,6 +12,7 @@ from llamas import transformer
 from torch import Tensor
 
 from conf.schema import ModelConfig
+from orchestra.cli.checkpoint.import_from_dcp import DcpSource
 from orchestra.config.keys import shown
 from orchestra.errors import DataError
 from orchestra.huggingface.folder import open_folder
@@ -98,6 +99,14 @@ def test_rows_in_their_new_order_attend_as_before() -> None:
     (old_q, new_q), (old_k, new_k) = queries_and_keys
     scores = [torch.einsum("snh,tnh->nst", q, k) for q, k in ((old_q, old_k), (new_q, new_k))]
     torch.testing.assert_close(*scores)
+
+
+def test_for_a_folder_that_is_not_there_no_process_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.executable", "/nowhere")
+    with pytest.raises(DataError, match=r"is no folder of this machine; give the folder"):
+        DcpSource(str(tmp_path / "gone"), None, None).ask("describe")
 
 
 def test_another_model_is_refused(tmp_path: Path, orchestra: CommandLine) -> None:

@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conf.schema import BatchStage, OptimConfig, ParallelismConfig, TrainConfig
+from conf.schema import (
+    BatchStage,
+    Config,
+    OptimConfig,
+    ParallelismConfig,
+    PrecisionConfig,
+    PrecisionName,
+    TrainConfig,
+)
 from orchestra.errors import ConfigError
 from orchestra.sizes.topology import (
     Coordinates,
@@ -28,6 +36,7 @@ from orchestra.sizes.topology import (
     node_blocks,
     warmup_steps,
 )
+from orchestra.sizes.training_shape import open_micro_batch_sizes
 
 degrees = st.integers(1, 4)
 
@@ -244,6 +253,25 @@ def test_warmup_is_a_tenth_of_the_run_up_to_2000_steps() -> None:
     lengths = {steps: warmup_steps(OptimConfig(), TrainConfig(steps=steps)) for steps in (1, 9, 300, 10**6)}
     assert lengths == {1: 0, 9: 0, 300: 30, 10**6: 2000}
     assert warmup_steps(OptimConfig(warmup_steps=7), TrainConfig(steps=300)) == 7
+
+
+def test_an_open_micro_batch_is_chosen_from_what_the_layout_and_fp8_can_take() -> None:
+    def sizes(precision: str = "bf16", dp: int = 2, noise: int | None = None, **degrees: int) -> list[int]:
+        train = TrainConfig(
+            seq_len=40, global_batch_size=24, micro_batch_size="auto", noise_scale_every=noise
+        )
+        config = Config(train=train, parallelism=ParallelismConfig(**degrees))
+        name = PrecisionName(precision)
+        return open_micro_batch_sizes(replace(config, precision=PrecisionConfig(name=name)), dp)
+
+    assert sizes() == [1, 2, 3, 4, 6, 12]
+    assert sizes(pp=2) == [1, 2, 3]
+    assert sizes(dp=1, noise=5) == [1, 2, 3, 4, 6, 8, 12]
+    # 16 divides 40 times an even number.
+    assert sizes("fp8") == [2, 4, 6, 12]
+    assert sizes("fp8", cp=2) == [4, 12]
+    assert sizes("fp8", pp=4) == [2]
+    assert sizes("fp8", dp=24) == []
 
 
 def test_numbers_are_listed_in_words() -> None:

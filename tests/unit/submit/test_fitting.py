@@ -16,8 +16,14 @@ from orchestra.config.machine import Situation
 from orchestra.errors import ConfigError
 from orchestra.plan.assemble import case_of
 from orchestra.plan.predict import predict
+from orchestra.report.run_state import RunState
+from orchestra.run.config_file import write_config
+from orchestra.run.paths import RunDir, SweepMember
+from orchestra.run.record import RunPhase
 from orchestra.submit.site import Site
 from orchestra.submit.submission import Submission, advice, memory_problem, plan_sweep, with_cluster
+from orchestra.submit.sweeps.members import MemberRun
+from orchestra.submit.sweeps.submit_sweep import MemberChanges, resumed_members
 
 SITUATION = Situation("submit")
 NODE = ("cluster.device=cuda", "cluster.gpus_per_node=8", "cluster.hardware=h100", "data=stdlib")
@@ -134,6 +140,39 @@ def test_as_many_members_share_a_node_as_fit_and_no_more_are_submitted() -> None
         planned("model=debug", f"cluster.members_per_node={most + 8}")
     assert members("model=debug", "cluster.gpus_per_node=3") == 2
     assert members("model=debug", "train.micro_batch_size=auto", "train.global_batch_size=8") == 8
+
+
+def test_members_that_go_on_with_changes_are_fitted_as_new_ones_are(tmp_path: Path) -> None:
+    node = Partition("main", True, True, "infinite", (NodeKind(4, 96, 8, "idle", frozenset({"h100"})),))
+    site = Site((node,), is_dry=True)
+    situation = Situation("submit", cluster=site)
+    words = [*NODE[:1], "cluster.gpus_per_node=1", *NODE[2:], "model=debug", f"run.dir={tmp_path}"]
+    run = RunDir(tmp_path / "000")
+    run.path.mkdir()
+    write_config(run.config, compose(with_cluster([*words, "train.micro_batch_size=auto"]), situation).config)
+    existing = MemberRun(SweepMember(0, "", ()), run, RunState("000", str(run.path), RunPhase.failed, 1))
+
+    def resumed(*overrides: str, checks_memory: bool = True) -> Config:
+        changes = MemberChanges(overrides, situation, {}, False, site, checks_memory)
+        (member,) = resumed_members([existing], changes)
+        assert member.config is not None
+        return member.config
+
+    assert resumed("cluster.members_per_node=auto").cluster.members_per_node == 8
+    with pytest.raises(ConfigError, match=r"2 members share a GPU, .*micro_batch_size=auto; give a number"):
+        resumed("cluster.members_per_node=16")
+    large = ("train.micro_batch_size=65536", "train.global_batch_size=65536")
+    with pytest.raises(ConfigError, match=r"member 000: memory: a rank would need about"):
+        resumed(*large)
+    assert resumed(*large, checks_memory=False).train.micro_batch_size == 65536
+
+
+@pytest.mark.parametrize(
+    "word", ["cluster=lab", "+cluster=lab", "cluster.launcher=local", "experiment=demo", "+experiment=demo"]
+)
+def test_slurm_is_taken_only_where_no_word_chooses_a_cluster(word: str) -> None:
+    assert with_cluster([word]) == [word]
+    assert with_cluster(["cluster.nodes=2"]) == ["cluster=slurm", "cluster.nodes=2"]
 
 
 @pytest.mark.parametrize("experiment", ["mixtral_8x7b", "qwen3_30b_a3b", "deepseek_v3"])

@@ -62,13 +62,13 @@ class Attempt:
         at_phase = (faults or Faults([], number, 0)).strike
         self.checkpoints = build_checkpoints(config, context, self.state, None, at_phase)
 
-    def save(self, step: int, *, is_last: bool = False, **options: Any) -> None:
+    def save(self, step: int, *, is_last: bool = False, score: float | None = None, **options: Any) -> None:
         """Save with every element of the state set to `step`."""
         for shard in self.state.snapshot():
             if shard.name.startswith(("model.", "optimizer.")):
                 shard.tensor.fill_(step)
         totals = Totals(1.0, step * 128, 0.5)
-        position = Position(step=step, samples=step * SIZE, totals=totals, score=1.0 / step)
+        position = Position(step=step, samples=step * SIZE, totals=totals, score=score or 1.0 / step)
         self.checkpoints.save(position, is_last=is_last, **options)
 
     def holds(self, value: float) -> bool:

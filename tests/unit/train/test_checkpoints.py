@@ -18,13 +18,13 @@ from one_rank_attempts import STEPS, Attempt, begun, config_of, context_of, even
 from checkpointing import catalog
 from checkpointing.checkpointer import Checkpointer
 from checkpointing.lineage import Base
-from conf.schema import BatchStage, WhenBusy
+from conf.schema import BatchStage, RunConfig, WhenBusy
 from orchestra.errors import TrainingError, UnusableCheckpointError
 from orchestra.run.events import EventWriter, read_events
 from orchestra.run.paths import RunDir
 from orchestra.sizes import save_interval
-from orchestra.sizes.flops import num_parameters
 from orchestra.sizes.topology import batch_ramp
+from orchestra.sizes.training_shape import checkpoint_bytes
 from orchestra.train import checkpoints
 from orchestra.train.checkpoints import SaveRhythm, fenced
 from orchestra.train.memory import host_memory
@@ -67,6 +67,18 @@ def test_the_last_save_of_an_attempt_that_stops_early_is_committed_when_it_retur
     attempt.save(7, is_last=True)
     assert steps_of(tmp_path / "run") == [5, 7]
     assert events(tmp_path / "run", "checkpoint_skipped") == []
+
+
+def test_losses_of_another_metric_are_not_what_the_best_are_compared_by(tmp_path: Path) -> None:
+    config = config_of(async_save=False, keep_last=1, keep_best=1)
+    first = begun(tmp_path, 0, config)
+    first.save(5, score=0.1)
+    first.save(10, score=0.5)
+    assert steps_of(tmp_path) == [5, 10]
+    second = begun(tmp_path, 1, replace(config, run=RunConfig(metric="eval/wiki/loss")))
+    second.save(15, score=0.9)
+    second.save(20, score=1.0)
+    assert steps_of(tmp_path) == [15, 20]
 
 
 def test_a_place_of_another_run_is_refused_with_and_without_checkpoints(tmp_path: Path) -> None:
@@ -298,7 +310,7 @@ def test_a_later_attempt_saves_as_often_as_the_times_of_earlier_ones_say(tmp_pat
     def begun_rhythm(attempt: int, steps: int = 10_000) -> SaveRhythm:
         config = config_of(steps, every_steps=save_interval.AUTO)
         context = context_of(tmp_path, attempt, config)
-        rhythm = SaveRhythm(context, num_parameters(config.model), device_hours, batch_ramp(config.train))
+        rhythm = SaveRhythm(context, checkpoint_bytes(config), device_hours, batch_ramp(config.train))
         rhythm.begin(10)
         return rhythm
 
@@ -331,7 +343,7 @@ def test_saves_lie_as_far_apart_in_seconds_in_each_batch_of_a_ramp(
 
     def saves(attempt: int, begin: int, end: int, blocked_s: float = 0.0) -> list[float]:
         """Return the seconds at which an attempt saves, each time for so long."""
-        rhythm = SaveRhythm(context_of(tmp_path, attempt, config), num_parameters(config.model), 0.05, ramp)
+        rhythm = SaveRhythm(context_of(tmp_path, attempt, config), checkpoint_bytes(config), 0.05, ramp)
         rhythm.begin(begin)
         seconds = []
         for step in range(begin + 1, end):
@@ -342,7 +354,7 @@ def test_saves_lie_as_far_apart_in_seconds_in_each_batch_of_a_ramp(
         return seconds
 
     def expected(size: int) -> int:
-        share = num_parameters(config.model) * 12
+        share = checkpoint_bytes(config)
         stall_s, mttf_s = save_interval.assumed_stall_s(share), save_interval.mttf_s(1, 0.05)
         return save_interval.chosen(float(size), stall_s, mttf_s).every_steps
 
