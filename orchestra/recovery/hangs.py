@@ -18,7 +18,7 @@ slow disk, a busy core) or rises above what the configuration says:
 | step, forward | learned: 10 × the median step, 3 × the longest silence; at least 10 s |
 | the same before 5 steps were seen | recovery.heartbeat_timeout_s |
 | backward, reduce, update, agree | as a step where all ranks' positions are known and none has advanced \
-less, else recovery.heartbeat_timeout_s: the rank may wait for one that does not hang yet |
+less, else recovery.heartbeat_timeout_s and 3 s more: the rank may wait for one that does not hang yet |
 | data, record | recovery.heartbeat_timeout_s: the pace is the storage's, not the rank's |
 | save (its blocking part), restore | learned: 10 × the longest so far; at least 60 s, at most \
 checkpoint.timeout_s; a restore that waits for its storage beats at each try |
@@ -26,9 +26,9 @@ checkpoint.timeout_s; a restore that waits for its storage beats at each try |
 after that |
 | stop | the longest of the times that closing may take |
 
-No limit of a step exceeds recovery.heartbeat_timeout_s. A stopped process does not work, and no busy core or
-slow disk stops one: its limit is that of a step's own work with a floor of 5 s, in any phase. Over several
-nodes a rank that is not stopped gets twice its limit.
+No limit of a step's own work exceeds recovery.heartbeat_timeout_s. A stopped process does not work, and no
+busy core or slow disk stops one: its limit is that of a step's own work with a floor of 5 s, in any phase.
+Over several nodes a rank that is not stopped gets twice its limit.
 """
 
 from __future__ import annotations
@@ -55,6 +55,9 @@ _RECENT_STEPS = 64
 # a process that is stopped is known to be at fault. TCP doubles the wait before each new try (RFC 6298, 5.5):
 # what was cut off for a while is silent for at most twice as long.
 _NETWORK_FACTOR = 2.0
+# Where a rank's own work is given all of the configured time too, those that wait for it fell silent in the
+# same moment: the agent of another node must not blame one of them before its own agent has looked.
+_WAITING_S = 3.0
 # Of its own limit: from there on a rank is silent for as long as those that wait for it, but for the moment
 # by which its last beat came later.
 _NEARLY = 0.5
@@ -269,9 +272,10 @@ def limit(
     if phase is Phase.stop:
         return rules.closing_s
     own = step_limit(times, rules)
+    if phase in (Phase.data, Phase.record):
+        return max(rules.silent_s, own)
     may_wait = phase not in rules.own_work and not is_last
-    is_of_storage = phase in (Phase.data, Phase.record)
-    return max(rules.silent_s, own) if may_wait or is_of_storage else own
+    return max(rules.silent_s, own) + _WAITING_S if may_wait else own
 
 
 # Who is silent for too long: among the ranks of one node, and among those of all nodes.

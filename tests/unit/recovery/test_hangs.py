@@ -35,8 +35,10 @@ def rank_times(step_s: float, number: int = 100, silence_s: float = 0.0) -> Rank
 
 
 def test_an_attempt_that_made_no_step_yet_has_the_time_of_its_setup() -> None:
-    for phase in (Phase.setup, Phase.step, Phase.forward, Phase.backward, Phase.agree):
+    for phase in (Phase.setup, Phase.step, Phase.forward):
         assert limit(phase, RankTimes(), RULES) == 900.0
+    for phase in (Phase.backward, Phase.agree):
+        assert limit(phase, RankTimes(), RULES) == 903.0
 
 
 @pytest.mark.parametrize(
@@ -55,7 +57,7 @@ def test_few_steps_teach_nothing_and_what_is_configured_bounds_even_the_floor() 
 def test_who_may_wait_for_others_or_for_storage_is_waited_for_longer() -> None:
     seen = rank_times(0.1)
     for phase in (Phase.backward, Phase.reduce, Phase.update, Phase.agree):
-        assert limit(phase, seen, RULES) == 60.0
+        assert limit(phase, seen, RULES) == 63.0
         assert limit(phase, seen, RULES, is_last=True) == 10.0
     for phase in (Phase.data, Phase.record):
         assert limit(phase, seen, RULES, is_last=True) == 60.0
@@ -150,6 +152,23 @@ def test_on_one_node_nobody_is_blamed_while_whom_he_waits_for_is_nearly_as_long_
     assert hangs.hanging(later, limits) == [later[1]]
     # One that still works is not what it waits for.
     assert hangs.hanging([waiting, dataclasses.replace(behind, silent_s=0.2)], limits) == [waiting]
+
+
+@pytest.mark.parametrize("own_phase", [Phase.step, Phase.data])
+def test_where_all_limits_are_what_is_configured_a_node_whose_rank_waits_looks_after_the_one_it_waits_for(
+    own_phase: Phase,
+) -> None:
+    rules, seen = dataclasses.replace(RULES, silent_s=6.0), rank_times(0.1)
+
+    def found(phase: Phase, silent_s: float) -> bool:
+        here = [at(0, phase, 18, silent_s=silent_s)]
+        limits = hangs.limits_on_node(here, {0: seen}, rules, is_whole=False)
+        return bool(hangs.hanging(here, limits))
+
+    # Both fell silent in the same moment, and whichever agent looks first ends the attempt.
+    assert found(own_phase, 6.5)
+    assert not found(Phase.reduce, 8.5)
+    assert found(Phase.reduce, 9.5)
 
 
 def test_whom_an_outage_of_the_network_catches_behind_the_others_has_twice_as_long() -> None:
