@@ -121,6 +121,17 @@ def weights_tickets_biases(
     return weights, others[:num_tickets], others[num_tickets:]
 
 
+# The compiler would copy the sum before it calls the product that adds to it.
+@torch.library.custom_op("orchestra::add_product_to", mutates_args=("sum_TE",))
+def _add_product_to(sum_TE: Tensor, grad_TO: Tensor, weight_OE: Tensor) -> None:
+    sum_TE.addmm_(grad_TO, weight_OE)
+
+
+@_add_product_to.register_fake
+def _(sum_TE: Tensor, grad_TO: Tensor, weight_OE: Tensor) -> None:
+    """Nothing that a compiler can see comes of it but the change of the sum."""
+
+
 class _Products(torch.autograd.Function):
     """Several products of one input, whose gradients accumulate inside the products (beta = 1)."""
 
@@ -140,7 +151,10 @@ class _Products(torch.autograd.Function):
         flat = [grad.flatten(0, -2) for grad in grads]
         grad_x = flat[0] @ weights[0]
         for grad, weight in zip(flat[1:], weights[1:], strict=True):
-            grad_x.addmm_(grad, weight)
+            if grad_x.is_cuda and torch.compiler.is_compiling():
+                _add_product_to(grad_x, grad, weight)
+            else:
+                grad_x.addmm_(grad, weight)
         grad_weights = give_products(tickets, flat, x_TE)
         grad_biases = [grad.sum(0) for grad in flat] if ctx.num_biases else []
         return grad_x.view_as(x), None, *grad_weights, *[None] * ctx.num_tickets, *grad_biases

@@ -5,7 +5,7 @@ the logits and gives three numbers for each token, and a second one reads them a
 over them, or in fp8 beside them: what torch.compile fuses is never written. Both are for a vocabulary that
 one rank has and for one that is cut over ranks, which put their numbers together in between.
 
-Shape letters: V vocabulary (words of this rank), C tokens of one chunk.
+Shape letters: V vocabulary (words of this rank), C tokens of one chunk, P parts of a row, W words of a part.
 """
 
 from __future__ import annotations
@@ -89,6 +89,9 @@ class CompiledPasses:
         return gradient
 
 
+# Numbers of a row's part: the widest that the compiler reduces without a loop, and steps of 32 bytes.
+_LEAST_PART, _MOST_PART, _PART_STEP = 128, 1024, 16
+
 LogitsPasses = EagerPasses | CompiledPasses
 EAGER = EagerPasses()
 
@@ -99,10 +102,22 @@ def wide_type(logits: Tensor) -> torch.dtype:
 
 
 def _statistics(logits_CV: Tensor, index_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    wide_CV = logits_CV.to(wide_type(logits_CV))
-    largest = wide_CV.amax(dim=1)
-    sums = (wide_CV - largest.unsqueeze(1)).exp().sum(dim=1)
-    return largest, sums, logits_CV.gather(1, index_C.unsqueeze(1)).squeeze(1).to(wide_CV.dtype)
+    wide = wide_type(logits_CV)
+    # A part of a row stays in registers between its largest number and its sum; a row would be read twice.
+    parts_CPW = logits_CV.view(len(logits_CV), -1, _part_width(logits_CV.shape[1])).to(wide)
+    largest_CP = parts_CPW.amax(dim=2)
+    sums_CP = (parts_CPW - largest_CP.unsqueeze(2)).exp().sum(dim=2)
+    largest = largest_CP.amax(dim=1)
+    sums = (sums_CP * (largest_CP - largest.unsqueeze(1)).exp()).sum(dim=1)
+    return largest, sums, logits_CV.gather(1, index_C.unsqueeze(1)).squeeze(1).to(wide)
+
+
+def _part_width(num_words: int) -> int:
+    """Return the width of the equal parts in which a row's numbers are read: of what divides the row the
+    widest that a block of threads holds, in steps that are loaded at once; the row's where all are narrow.
+    """
+    fitting = [width for width in range(_LEAST_PART, _MOST_PART + 1, _PART_STEP) if num_words % width == 0]
+    return max(fitting, default=num_words)
 
 
 def _gradient_(

@@ -118,7 +118,7 @@ class WeightGradient:
         memory, adds = self.begin()
         if not adds:
             memory.zero_()
-        _add_row_sums_(memory, row_T, grad_TE)
+        add_row_sums_(memory, row_T, grad_TE, on_gpu=memory.is_cuda)
         self.end()
 
 
@@ -140,26 +140,37 @@ def add_product_(memory: Tensor, left: Tensor, right: Tensor, *, adds: bool) -> 
         memory.copy_(left @ right)
 
 
-def _add_row_sums_(memory: Tensor, row_T: Tensor, grad_TE: Tensor) -> None:
+def add_row_sums_(memory: Tensor, row_T: Tensor, grad_TE: Tensor, *, on_gpu: bool) -> None:
     """Add to each row the sum over its tokens, which is taken first and in fp32: a word that is frequent
     would lose small parts in 16 bits, and two micro-batches sum up like two ranks. The host never waits for
-    the number of different rows, and nothing is summed in a changing order.
+    the number of different rows, and nothing is summed in a changing order. `on_gpu`: as suits one.
     """
     sorted_T, order = torch.sort(row_T, stable=True)
     is_new = torch.ones_like(sorted_T)
     is_new[1:] = sorted_T[1:] != sorted_T[:-1]
-    # The sums of the different rows stand one after the other; what is left stays 0 and is added to row 0.
+    # The sums of the different rows stand one after the other; the places after them are nobody's.
     place_T = is_new.cumsum(0) - 1
-    rows = torch.zeros_like(row_T).scatter_(0, place_T, sorted_T)
-    wide = torch.promote_types(grad_TE.dtype, torch.float32)
-    sums_TE = torch.zeros_like(grad_TE, dtype=wide)
-    if memory.is_cuda:
-        # There it sums in a fixed order, and index_add_ does not.
-        sums_TE.index_put_((place_T,), grad_TE[order].to(wide), accumulate=True)
-        memory.index_put_((rows,), sums_TE.to(memory.dtype), accumulate=True)
-    else:
-        sums_TE.index_add_(0, place_T, grad_TE[order].to(wide))
-        memory.index_add_(0, rows, sums_TE.to(memory.dtype))
+    row_at = torch.zeros_like(row_T).scatter_(0, place_T, sorted_T)
+    wide_TE = grad_TE[order].to(torch.promote_types(grad_TE.dtype, torch.float32))
+    if on_gpu:
+        _add_sums_of_sorted_(memory, row_at, place_T, wide_TE)
+        return
+    sums_TE = torch.zeros_like(wide_TE).index_add_(0, place_T, wide_TE)
+    memory.index_add_(0, row_at, sums_TE.to(memory.dtype))
+
+
+def _add_sums_of_sorted_(memory: Tensor, row_at: Tensor, place_T: Tensor, wide_TE: Tensor) -> None:
+    """Add the sums over equal places, which are sorted, to the rows of those places.
+
+    A GPU's index_add_ sums in a changing order, and its index_put_ one token after the other: the sums are
+    taken by what makes embeddings' gradients, and added where every row is written once, or twice alike.
+    """
+    num_tokens = len(place_T)
+    sums_TE = torch.ops.aten.embedding_dense_backward(wide_TE, place_T, num_tokens, -1, False)
+    # Nobody's places repeat those of the rows, all of them about as often.
+    place = torch.arange(num_tokens, device=place_T.device) % (place_T[-1] + 1)
+    rows = row_at[place]
+    memory.index_put_((rows,), memory[rows] + sums_TE[place].to(memory.dtype))
 
 
 def attach(weight: Tensor, gradient: WeightGradient) -> None:
