@@ -241,11 +241,13 @@ def set_products(model: Transformer, config: Config, device: torch.device) -> Sc
     precision = config.precision
     if precision.name is not PrecisionName.fp8:
         return None
+    is_compiled = config.train.compile is True and device.type == "cuda"
     if precision.fp8_output:
-        model.output_products = functools.partial(Fp8OutputProducts, precision.fp8_scaling)
+        model.output_products = functools.partial(
+            Fp8OutputProducts, precision.fp8_scaling, is_compiled=is_compiled
+        )
     history = ScaleHistory() if precision.fp8_delayed_scaling else None
     products = Fp8Products(precision.fp8_scaling, history)
-    is_compiled = config.train.compile is True and device.type == "cuda"
     of_experts = Fp8GroupedProducts(has_grouped_kernel(device), is_compiled)
     for _, block in _blocks_in_fp8(model, config):
         for module in list(block.modules()):

@@ -21,7 +21,8 @@ Shape letters: T tokens, E inputs, O outputs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -34,6 +35,8 @@ from orchestra.model.weight_gradients import known_by, tickets_of, weight_gradie
 from orchestra.sizes.memory import FP8_ELEMENTS
 
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
+# Different matrices of one model, and chunks of logits.
+_MOST_SIZES = 64
 # NVIDIA's Ada; Hopper is 9.0.
 LEAST_CAPABILITY = (8, 9)
 
@@ -101,6 +104,37 @@ def turned(matrix: Rounded) -> Rounded:
     return Rounded(matrix.values.t().contiguous(), matrix.scale)
 
 
+def turn_(values: Tensor, turned_values: Tensor) -> None:
+    """Write the transposed matrix, by code that is compiled by itself for its sizes."""
+    # As bytes, which all types of fp8 share one graph by. What is compiled for any sizes takes single bytes:
+    # three times as long on an H100.
+    with torch._dynamo.config.patch(recompile_limit=_MOST_SIZES):
+        _compiled_turn()(values.view(torch.uint8), turned_values.view(torch.uint8))
+
+
+@functools.cache
+def _compiled_turn() -> Callable[[Tensor, Tensor], None]:
+    return torch.compile(_turn, dynamic=False)
+
+
+def _turn(values: Tensor, turned_values: Tensor) -> None:
+    turned_values.copy_(values.t())
+
+
+@torch.library.custom_op("orchestra::made_apart", mutates_args=("values",))
+def _made_apart(values: Tensor) -> None:
+    """Change nothing: what the compiler makes of `values` after this is no part of the pass that makes them.
+
+    Without it a pass that sums along rows, as a norm's backward does, writes the transposed numbers too, each
+    far from the next: four times as long on an H100.
+    """
+
+
+@_made_apart.register_fake
+def _(values: Tensor) -> None:
+    """Nothing that a compiler can see comes of it but the change of the values."""
+
+
 # Compiled code takes tensors as the attributes of a weight, and would compile anew for objects: values and
 # scale by rows, values and scale of the transposed weight by rows.
 _ATTRIBUTES = ("fp8_values", "fp8_scale", "fp8_turned_values", "fp8_turned_scale")
@@ -150,21 +184,13 @@ def round_weight_(weight: Tensor, scaling: Scaling) -> None:
         of_rows.copy_(found.scale.view_as(of_rows))
 
 
-def round_whole_(
-    weight: Tensor,
-    scaling: Scaling,
-    values: Tensor,
-    scale: Tensor,
-    turned_values: Tensor,
-    turned_scale: Tensor,
+def round_rows_and_columns_(
+    weight: Tensor, values: Tensor, scale: Tensor, turned_values: Tensor, turned_scale: Tensor
 ) -> None:
-    """Do what `round_weight_` does, in a form to be compiled."""
-    by_rows = rounded(weight, FORWARD, scaling)
-    by_columns = turned(by_rows) if scaling is Scaling.tensor else rounded(weight.mT, FORWARD, scaling)
+    """Do what `round_weight_` does with a scale for each row, in a form to be compiled."""
+    by_rows, by_columns = (rounded(matrix, FORWARD, Scaling.row) for matrix in (weight, weight.mT))
     for target, part in zip(
-        (values, scale, turned_values, turned_scale),
-        (by_rows.values, by_rows.scale, by_columns.values, by_columns.scale),
-        strict=True,
+        (values, scale, turned_values, turned_scale), (*by_rows, *by_columns), strict=True
     ):
         target.copy_(part)
 
@@ -340,6 +366,9 @@ class _RoundedProducts(torch.autograd.Function):
         for number, (grad_TO, ticket) in enumerate(zip(grads, tickets, strict=True)):
             of_grad = history[2 * number : 2 * number + 2]
             grad = _noted(grad_TO, BACKWARD, scaling, of_grad, ctx.is_known)
+            # That of several products' results comes out of passes without sums, which write it both ways.
+            if ctx.num_products == 1 and scaling is Scaling.tensor and torch.compiler.is_compiling():
+                _made_apart(grad.values)
             if ctx.num_copies:
                 weight = Rounded(weights[number], weights[ctx.num_products + number])
                 weight = turned(weight) if ctx.num_copies == _NUM_BY_ROWS else weight

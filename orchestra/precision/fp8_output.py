@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from conf.schema import Scaling
+from orchestra.model.initial import is_fake
 from orchestra.precision.fp8 import (
     BACKWARD,
     FORWARD,
@@ -26,18 +27,27 @@ from orchestra.precision.fp8 import (
     rounded,
     rounded_in_parts,
     scaled_product,
-    turned,
+    turn_,
 )
 from orchestra.sizes.memory import FP8_WORDS
 
 
 class Fp8OutputProducts:
-    """Takes the place of `orchestra.model.loss.PlainProducts`."""
+    """Takes the place of `orchestra.model.loss.PlainProducts`; `is_compiled`: by compiled code where it is
+    fp8 that is transposed.
+    """
 
     def __init__(
-        self, scaling: Scaling, hidden_TE: Tensor, weight: Tensor, num_words: int, factor: float | Tensor
+        self,
+        scaling: Scaling,
+        hidden_TE: Tensor,
+        weight: Tensor,
+        num_words: int,
+        factor: float | Tensor,
+        *,
+        is_compiled: bool = False,
     ) -> None:
-        self._scaling = scaling
+        self._scaling, self._is_compiled = scaling, is_compiled
         self.gradient_factor: float | Tensor = torch.finfo(BACKWARD).max
         self.gradient_dtype = BACKWARD
         share = factor if isinstance(factor, Tensor) else torch.full((), factor, device=hidden_TE.device)
@@ -65,7 +75,7 @@ class Fp8OutputProducts:
         if self._by_inputs is None:
             self._by_inputs = self._matrix_by_inputs()
         scaled_product(self._gradient(grad_CV), self._by_inputs, hidden_CE.dtype, hidden_CE)
-        by_words = self._gradient(grad_CV.t().contiguous())
+        by_words = self._gradient(self._turned(grad_CV))
         hidden = self._hidden_by_inputs(rows)
         # Results of scales by row are of 16 bits: torch's kernels have no others on every GPU.
         dtype = torch.float32 if self._scaling is Scaling.tensor else self._hidden_TE.dtype
@@ -83,13 +93,21 @@ class Fp8OutputProducts:
 
     def _hidden_by_inputs(self, rows: slice) -> Rounded:
         if self._scaling is Scaling.tensor:
-            return turned(self._hidden_of(rows))
+            hidden = self._hidden_of(rows)
+            return Rounded(self._turned(hidden.values), hidden.scale)
         return rounded(self._hidden_TE[rows].t().contiguous(), FORWARD, self._scaling)
 
     def _matrix_by_inputs(self) -> Rounded:
         if self._scaling is Scaling.tensor:
-            return turned(self._by_words)
+            return Rounded(self._turned(self._by_words.values), self._by_words.scale)
         return rounded_in_parts(self._weight_VE.t(), self._scaling)
+
+    def _turned(self, values: Tensor) -> Tensor:
+        if not self._is_compiled or is_fake(values):
+            return values.t().contiguous()
+        made = values.new_empty(values.shape[1], values.shape[0])
+        turn_(values, made)
+        return made
 
     def _gradient(self, values: Tensor) -> Rounded:
         scale = self._gradient_scale

@@ -9,6 +9,7 @@ gathered on demand nothing is kept: they arrive rounded, or are rounded at each 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,11 +18,15 @@ from torch import Tensor, nn
 
 from conf.schema import Scaling
 from orchestra.precision.fp8 import (
+    FORWARD,
     attach_rounded,
     attached,
+    round_by,
+    round_rows_and_columns_,
     round_weight_,
-    round_whole_,
+    scale_of,
     scaling_of,
+    turn_,
 )
 
 
@@ -36,7 +41,9 @@ class RoundedWeights:
     ) -> None:
         self._scaling = scaling
         # A few graphs for any sizes.
-        self._round_whole_ = torch.compile(round_whole_) if is_compiled else None
+        self._round_by = torch.compile(round_by, dynamic=True)
+        self._round_rows_and_columns_ = torch.compile(round_rows_and_columns_)
+        self._is_compiled = is_compiled
         self._stale = dict.fromkeys(blocks, True)
         self._tensors: list[Tensor] = []
         self._hooks = []
@@ -66,10 +73,21 @@ class RoundedWeights:
                 self._stale[block] = False
                 with torch.no_grad():
                     for weight in weights:
-                        scaling = scaling_of(weight, self._scaling)
-                        if self._round_whole_ is None:
-                            round_weight_(weight, scaling)
-                        else:
-                            self._round_whole_(weight.detach(), scaling, *attached([weight]))
+                        self._round_(weight)
 
         return refresh
+
+    def _round_(self, weight: Tensor) -> None:
+        scaling, numbers = scaling_of(weight, self._scaling), weight.detach()
+        values, scale, turned_values, turned_scale = attached([weight])
+        if not self._is_compiled:
+            round_weight_(weight, scaling)
+        elif scaling is Scaling.row:
+            self._round_rows_and_columns_(numbers, values, scale, turned_values, turned_scale)
+        else:
+            # By torch itself: one number of all is what the compiler is slow at, 40 times on an H100.
+            largest = torch.linalg.vector_norm(numbers, ord=math.inf)
+            scale.copy_(scale_of(largest, FORWARD))
+            turned_scale.copy_(scale)
+            self._round_by(numbers.view(-1), scale, values.view(-1))
+            turn_(values, turned_values)

@@ -31,11 +31,11 @@ def test_products_on_the_gpu_are_those_of_the_rounded_factors(has_kernel: bool, 
     if has_kernel and not has_grouped_kernel(GPU):
         pytest.skip("torch has a kernel for all experts on Hopper alone")
     # Experts' rows begin at any number: scales of rows, of four bytes each, lie at multiples of four alone.
-    rows, weights, grads = factors()
+    rows, weights, grads = factors("cuda")
     expected = emulated(rows.detach(), [weight.detach() for weight in weights], grads)
     found = found_of(Fp8GroupedProducts(has_kernel), is_kept=is_kept, device="cuda")
     for made, exact in zip(found, expected, strict=True):
-        assert_near(made, exact)
+        assert_near(made, exact.cpu())
 
 
 def losses(precision: str, *, is_compiled: bool = False) -> list[float]:

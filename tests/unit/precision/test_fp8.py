@@ -37,6 +37,7 @@ from orchestra.precision.fp8 import (
     rounded,
     rounded_by,
     rounded_in_parts,
+    turn_,
 )
 from orchestra.precision.rounded_weights import RoundedWeights
 from orchestra.sizes.topology import Layout
@@ -324,8 +325,24 @@ def test_compiled_rounding_of_weights_gives_the_same_bits_in_few_graphs(scaling:
             round_weight_(weight, scaling)
         for ours, expected in zip(found, attached([weight]), strict=True):
             assert torch.equal(ours.float(), expected.float())
-    assert 1 <= counters["stats"]["unique_graphs"] <= 4
+    # The transposing one is made for each size.
+    most = 1 + len(blocks) if scaling is Scaling.tensor else 4
+    assert 1 <= counters["stats"]["unique_graphs"] <= most
     rounded_weights.close()
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("dtype", [FORWARD, BACKWARD])
+def test_matrices_of_any_sizes_are_transposed_by_compiled_code(dtype: torch.dtype) -> None:
+    torch.compiler.reset()
+    counters.clear()
+    # More sizes than the compiler follows by itself.
+    for rows in range(16, 16 * 12, 16):
+        values = numbers(rows, rows, 64).to(dtype)
+        found = torch.empty(64, rows, dtype=dtype)
+        turn_(values, found)
+        assert torch.equal(found.view(torch.uint8), values.view(torch.uint8).t())
+    assert counters["stats"]["unique_graphs"] == 11
     torch.compiler.reset()
 
 

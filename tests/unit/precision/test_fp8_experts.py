@@ -40,10 +40,12 @@ def wide(matrix: Tensor) -> Tensor:
 
 
 def emulated(rows: Tensor, weights: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
-    """Return products and all gradients of the rounded factors, computed in fp32, expert by expert."""
-    outs = [torch.zeros(ROWS, OUTPUTS) for _ in weights]
-    grad_rows = torch.zeros(ROWS, INPUTS)
-    grad_weights = [torch.zeros(weight.shape) for weight in weights]
+    """Return products and all gradients of the rounded factors, computed in fp32, expert by expert; on the
+    device of the factors, whose own arithmetic finds their scales.
+    """
+    outs = [torch.zeros(ROWS, OUTPUTS, device=rows.device) for _ in weights]
+    grad_rows = torch.zeros(ROWS, INPUTS, device=rows.device)
+    grad_weights = [torch.zeros(weight.shape, device=rows.device) for weight in weights]
     begin = 0
     for expert, count in enumerate(COUNTS):
         own = slice(begin, begin + count)
