@@ -20,7 +20,7 @@ import select
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,73 +28,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from gpu_report import CONTESTANTS, PEERS, Measured, rows_of, table  # noqa: E402  beside this file
-
-from conf.schema import ModelConfig, RopeScaling  # noqa: E402
+from gpu_shapes import SHAPES, Shape  # noqa: E402
 
 # With what starting and writing take, all of it stays within nine minutes.
 BUDGET_S = 520.0
 MOST_ROUNDS = 9
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A model and its batch: sequences of a micro-batch, and micro-batches of a step."""
-
-    model: ModelConfig
-    seq_len: int
-    micro_batch: int
-    accumulation: int = 4
-
-    @property
-    def tokens(self) -> int:
-        """The tokens of one step."""
-        return self.seq_len * self.micro_batch * self.accumulation
-
-
-_LLAMA3 = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "rope_theta": 500000.0}
-SHAPES = {
-    # Llama-3-8B with 8 of its 32 layers: its step's proportions, in the memory of one device.
-    "8b8": Shape(
-        ModelConfig("8b8", hidden_size=4096, intermediate_size=14336, num_hidden_layers=8, **_LLAMA3),
-        seq_len=8192,
-        micro_batch=1,
-    ),
-    # The presets of these names.
-    "llama_1b": Shape(
-        ModelConfig(
-            "llama_1b",
-            hidden_size=2048,
-            intermediate_size=8192,
-            num_hidden_layers=16,
-            max_position_embeddings=131072,
-            rope_scaling=RopeScaling(True, 32.0, 1.0, 4.0, 8192),
-            tie_word_embeddings=True,
-            **_LLAMA3,
-        ),
-        seq_len=4096,
-        micro_batch=4,
-    ),
-    "llama_125m": Shape(
-        ModelConfig(
-            "llama_125m",
-            hidden_size=768,
-            intermediate_size=2048,
-            num_hidden_layers=12,
-            num_attention_heads=12,
-            num_key_value_heads=12,
-            vocab_size=50304,
-            tie_word_embeddings=True,
-        ),
-        seq_len=2048,
-        micro_batch=16,
-    ),
-    "tiny": Shape(
-        ModelConfig("tiny", hidden_size=64, intermediate_size=96, num_hidden_layers=2, vocab_size=256),
-        seq_len=32,
-        micro_batch=2,
-        accumulation=2,
-    ),
-}
 
 
 def parsed(argv: list[str] | None = None) -> argparse.Namespace:

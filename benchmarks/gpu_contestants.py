@@ -14,12 +14,13 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from peers import product_shapes, transformers_llama
+from gpu_shapes import Shape
+from peers import product_shapes, transformers_llama, transformers_mixture
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -39,9 +40,6 @@ from orchestra.parallel.blocks import refuse_missing_hardware
 from orchestra.parallel.mesh import make_mesh
 from orchestra.sizes.topology import Layout
 from orchestra.train.build import build_training, set_numerics
-
-if TYPE_CHECKING:
-    from gpu import Shape
 
 # Trains a step and returns its loss.
 Step = Callable[[], Tensor]
@@ -161,8 +159,12 @@ Built = tuple[Step, Callable[[], None]]
 
 def builder(name: str) -> Callable[[str, Config, torch.device, torch.dtype], Built]:
     """Return what builds a contestant: its step, and what ends it."""
-    peers = {"transformers": transformers_step, "fully_shard": fully_shard_step}
-    return peers.get(name, orchestra_step)
+    others = {
+        "transformers": transformers_step,
+        "fully_shard": fully_shard_step,
+        "sustained": sustained_step,
+    }
+    return others.get(name, orchestra_step)
 
 
 def orchestra_step(_: str, config: Config, device: torch.device, __: torch.dtype) -> Built:
@@ -175,16 +177,14 @@ def orchestra_step(_: str, config: Config, device: torch.device, __: torch.dtype
 
 
 def transformers_model(config: Config, device: torch.device) -> Any:
-    """Return transformers' Llama in fp32 with orchestra's initial values. Raises LeftOutError without it."""
+    """Return transformers' model in fp32 with orchestra's initial values. Raises LeftOutError without it."""
+    make = transformers_mixture if config.model.num_experts else transformers_llama
     try:
         with device:
-            inner = transformers_llama(config.model)
+            inner = make(config.model)
     except ImportError as error:
         raise LeftOutError("transformers is not installed: pip install transformers") from error
-    values = initial_values(config.model, device).items()
-    inner.load_state_dict(
-        {name if name.startswith("lm_head") else f"model.{name}": value for name, value in values}
-    )
+    inner.load_state_dict(their_names(initial_values(config.model, device)))
     inner.train()
     return inner
 
@@ -195,6 +195,19 @@ def initial_values(model: ModelConfig, device: torch.device) -> dict[str, Tensor
         source = Transformer(model)
     fill_initial_values(source, SEED)
     return source.state_dict()
+
+
+def their_names(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return orchestra's values by transformers' names, which has gate and up of experts in one tensor."""
+    theirs = {}
+    for name, value in values.items():
+        name = name if name.startswith("lm_head") else f"model.{name}"
+        if name.endswith("experts.gate_proj"):
+            up = values[name.removeprefix("model.").replace("gate_proj", "up_proj")]
+            theirs[name.replace("gate_proj", "gate_up_proj")] = torch.cat([value, up], dim=1)
+        elif not name.endswith("experts.up_proj"):
+            theirs[name] = value
+    return theirs
 
 
 def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -263,26 +276,57 @@ def shard_over_one_rank(module: nn.Module, layers: Any, device: torch.device, dt
 
 def limit_s(shape: Shape, device: torch.device, dtype: torch.dtype) -> float:
     """Return the seconds of the step's matrix products and attention, each timed by itself."""
+    operations = step_operations(shape, device, dtype)
+    return shape.accumulation * sum(count * call_s(act, device) for act, count in operations)
+
+
+def sustained_step(_: str, config: Config, device: torch.device, dtype: torch.dtype) -> Built:
+    """Build a step of the same operations alone, one after the other: a GPU that is at its limit of power
+    for a whole step multiplies slower than in the short bursts of `limit_s`.
+    """
+    train = config.train
+    assert isinstance(train.global_batch_size, int)
+    assert isinstance(train.micro_batch_size, int)
+    shape = Shape(config.model, train.seq_len, train.micro_batch_size)
+    operations = step_operations(shape, device, dtype)
+    nothing_lost = torch.zeros((), device=device)
+
+    def step() -> Tensor:
+        for _ in range(train.global_batch_size // train.micro_batch_size):
+            for act, count in operations:
+                for _ in range(count):
+                    act()
+        return nothing_lost
+
+    return step, nothing
+
+
+def step_operations(
+    shape: Shape, device: torch.device, dtype: torch.dtype
+) -> list[tuple[Callable[[], object], int]]:
+    """Return the matrix products and the attention of a micro-batch, and how often it has each. Raises
+    LeftOutError for a mixture of experts, whose products nobody knows before it routes.
+    """
     model, num_tokens = shape.model, shape.micro_batch * shape.seq_len
-    total = 0.0
+    if model.num_experts:
+        raise LeftOutError("what a mixture multiplies depends on where its tokens go")
+    operations: list[tuple[Callable[[], object], int]] = []
     for (inputs, outputs), count in product_shapes(model).items():
         x, weight, grad = (
             torch.randn(size, device=device, dtype=dtype)
             for size in ((num_tokens, inputs), (outputs, inputs), (num_tokens, outputs))
         )
         y, grad_x, grad_weight = torch.empty_like(grad), torch.empty_like(x), torch.empty_like(weight)
-        for product in (
-            lambda x=x, weight=weight, y=y: torch.mm(x, weight.t(), out=y),
-            lambda grad=grad, weight=weight, out=grad_x: torch.mm(grad, weight, out=out),
-            lambda grad=grad, x=x, out=grad_weight: torch.mm(grad.t(), x, out=out),
-        ):
-            total += count * call_s(product, device)
-    total += model.num_hidden_layers * attention_s(shape, device, dtype)
-    return shape.accumulation * total
+        operations += [
+            (lambda x=x, weight=weight, y=y: torch.mm(x, weight.t(), out=y), count),
+            (lambda grad=grad, weight=weight, out=grad_x: torch.mm(grad, weight, out=out), count),
+            (lambda grad=grad, x=x, out=grad_weight: torch.mm(grad.t(), x, out=out), count),
+        ]
+    return [*operations, (attention_of(shape, device, dtype), model.num_hidden_layers)]
 
 
-def attention_s(shape: Shape, device: torch.device, dtype: torch.dtype) -> float:
-    """Return the seconds of one layer's attention, forward and backward."""
+def attention_of(shape: Shape, device: torch.device, dtype: torch.dtype) -> Callable[[], object]:
+    """Return one layer's attention, forward and backward."""
     model = shape.model
     width = model.hidden_size // model.num_attention_heads
     q, k, v = (
@@ -297,7 +341,7 @@ def attention_s(shape: Shape, device: torch.device, dtype: torch.dtype) -> float
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         torch.autograd.grad(out, (q, k, v), grad)
 
-    return call_s(attention, device)
+    return attention
 
 
 def call_s(act: Callable[[], object], device: torch.device) -> float:

@@ -17,7 +17,8 @@ CONTESTANTS = {
     "full": "orchestra, full recomputation",
     "transformers": "transformers, autocast, compiled",
     "fully_shard": "transformers, fully_shard, compiled",
-    "limit": "limit: products and attention alone",
+    "sustained": "products and attention alone, in a row",
+    "limit": "limit: each of them by itself",
 }
 PEERS = ("transformers", "fully_shard")
 LIMIT = "limit"

@@ -89,22 +89,52 @@ def transformers_llama(model: ModelConfig) -> nn.Module:
     """transformers' LlamaForCausalLM of the same shape, with its SDPA attention."""
     import transformers
 
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            hidden_size=model.hidden_size,
-            intermediate_size=model.intermediate_size,
-            num_hidden_layers=model.num_hidden_layers,
-            num_attention_heads=model.num_attention_heads,
-            num_key_value_heads=model.num_key_value_heads,
-            vocab_size=model.vocab_size,
-            rms_norm_eps=model.norm_eps,
-            max_position_embeddings=model.max_position_embeddings,
-            rope_parameters=_rope_parameters(model),
-            tie_word_embeddings=model.tie_word_embeddings,
-            attn_implementation="sdpa",
-            use_cache=False,
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**_shared(model)))
+
+
+def transformers_mixture(model: ModelConfig) -> nn.Module:
+    """transformers' Mixtral, or Qwen3-MoE where heads are normed, with its SDPA attention and all experts of
+    a layer in one kernel.
+    """
+    import transformers
+
+    shared = _shared(model)
+    if model.qk_norm:
+        config: Any = transformers.Qwen3MoeConfig(
+            **shared,
+            head_dim=model.head_dim,
+            num_experts=model.num_experts,
+            num_experts_per_tok=model.num_experts_per_tok,
+            moe_intermediate_size=model.moe_intermediate_size,
+            norm_topk_prob=True,
         )
-    )
+        kind: Any = transformers.Qwen3MoeForCausalLM
+    else:
+        config = transformers.MixtralConfig(
+            **shared, num_local_experts=model.num_experts, num_experts_per_tok=model.num_experts_per_tok
+        )
+        kind = transformers.MixtralForCausalLM
+    config._experts_implementation = "grouped_mm"
+    made: nn.Module = kind(config)
+    return made
+
+
+def _shared(model: ModelConfig) -> dict[str, Any]:
+    """Return what the configurations of transformers' families have in common."""
+    return {
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.intermediate_size,
+        "num_hidden_layers": model.num_hidden_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_key_value_heads,
+        "vocab_size": model.vocab_size,
+        "rms_norm_eps": model.norm_eps,
+        "max_position_embeddings": model.max_position_embeddings,
+        "rope_parameters": _rope_parameters(model),
+        "tie_word_embeddings": model.tie_word_embeddings,
+        "attn_implementation": "sdpa",
+        "use_cache": False,
+    }
 
 
 def _rope_parameters(model: ModelConfig) -> dict[str, Any]:

@@ -36,8 +36,9 @@ PACE = "recovery.inject=[{at_step: 1, rank: all, fault: slow, seconds: 0.04, att
 
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the environment of a command, which imports this very tree."""
-    return {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80", **(extra or {})}
+    """Return the environment of a command, which imports this very tree, and what else tests may import."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": path, "COLUMNS": "80", **(extra or {})}
 
 
 def words(*arguments: str) -> list[str]:

@@ -58,7 +58,7 @@ def test_flash_attention_over_documents_is_the_exact_mask_but_for_rounding(
     ]
     results = []
     for dtype, documents in ((torch.float32, masks), (torch.bfloat16, varying)):
-        query, key, value = (each.to(dtype).requires_grad_() for each in exact[:3])
+        query, key, value = (each.to(dtype, copy=True).requires_grad_() for each in exact[:3])
         out = attend_within(query, key, value, documents)
         out.backward(exact[3].to(dtype))  # type: ignore[no-untyped-call]
         results.append([out.detach(), query.grad, key.grad, value.grad])

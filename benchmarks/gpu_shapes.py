@@ -1,0 +1,91 @@
+"""The shapes that `gpu.py` measures: models and their batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from conf.schema import ModelConfig, MoeBalance, RopeScaling
+from orchestra.config.compose import compose
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model and its batch: sequences of a micro-batch, and micro-batches of a step."""
+
+    model: ModelConfig
+    seq_len: int
+    micro_batch: int
+    accumulation: int = 4
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of one step."""
+        return self.seq_len * self.micro_batch * self.accumulation
+
+
+def preset(name: str, num_layers: int) -> ModelConfig:
+    """Return a preset with only so many of its layers: its step's proportions, in the memory of a device."""
+    return compose([f"model={name}", f"model.num_hidden_layers={num_layers}"]).config.model
+
+
+_LLAMA3 = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "rope_theta": 500000.0}
+SHAPES = {
+    # Llama-3-8B with 8 of its 32 layers: its step's proportions, in the memory of one device.
+    "8b8": Shape(
+        ModelConfig("8b8", hidden_size=4096, intermediate_size=14336, num_hidden_layers=8, **_LLAMA3),
+        seq_len=8192,
+        micro_batch=1,
+    ),
+    # The presets of these names.
+    "llama_1b": Shape(
+        ModelConfig(
+            "llama_1b",
+            hidden_size=2048,
+            intermediate_size=8192,
+            num_hidden_layers=16,
+            max_position_embeddings=131072,
+            rope_scaling=RopeScaling(True, 32.0, 1.0, 4.0, 8192),
+            tie_word_embeddings=True,
+            **_LLAMA3,
+        ),
+        seq_len=4096,
+        micro_batch=4,
+    ),
+    "llama_125m": Shape(
+        ModelConfig(
+            "llama_125m",
+            hidden_size=768,
+            intermediate_size=2048,
+            num_hidden_layers=12,
+            num_attention_heads=12,
+            num_key_value_heads=12,
+            vocab_size=50304,
+            tie_word_embeddings=True,
+        ),
+        seq_len=2048,
+        micro_batch=16,
+    ),
+    "mixtral": Shape(preset("mixtral_8x7b", 2), seq_len=4096, micro_batch=2),
+    "qwen3_moe": Shape(preset("qwen3_30b_a3b", 4), seq_len=4096, micro_batch=4),
+    "tiny_moe": Shape(
+        ModelConfig(
+            "tiny_moe",
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            vocab_size=256,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_balance=MoeBalance.aux,
+        ),
+        seq_len=32,
+        micro_batch=2,
+        accumulation=2,
+    ),
+    "tiny": Shape(
+        ModelConfig("tiny", hidden_size=64, intermediate_size=96, num_hidden_layers=2, vocab_size=256),
+        seq_len=32,
+        micro_batch=2,
+        accumulation=2,
+    ),
+}
