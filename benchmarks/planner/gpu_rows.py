@@ -1,9 +1,10 @@
-"""Predicts what orchestra itself was measured at on one H200 on 2026-11-22, with what its kernels moved then.
+"""Predicts what orchestra itself was measured at on one H200 on 2026-11-22, with what its kernels moved then,
+and on one H100 on 2026-11-26, as it is.
 
     python benchmarks/planner/gpu_rows.py
 
-Nothing is fitted to a row. Two rates come from that day's traces: of bandwidth (`memory_passes.STREAM_SHARE`)
-and of products whose tiles and waves are full (`kernels.product_tiles`).
+Nothing is fitted to a row. Two rates come from the first day's traces: of bandwidth
+(`memory_passes.STREAM_SHARE`) and of products whose tiles and waves are full (`kernels.product_tiles`).
 """
 
 from __future__ import annotations
@@ -37,22 +38,29 @@ SHAPES = {
     "llama_1b": "model=llama_1b train.seq_len=4096 train.micro_batch_size=4",
     "llama_125m": "model=llama_125m train.seq_len=2048 train.micro_batch_size=16",
     "gpt2_xl": "model=gpt2_xl train.seq_len=1024 train.micro_batch_size=4 train.recompute=full",
+    "qwen3_moe": "model=qwen3_30b_a3b model.num_hidden_layers=4 train.seq_len=4096 train.micro_batch_size=4",
 }
-SEQUENCES = {"8B8": 4, "llama_1b": 16, "llama_125m": 64, "gpt2_xl": 32}
+SEQUENCES = {"8B8": 4, "llama_1b": 16, "llama_125m": 64, "gpt2_xl": 32, "qwen3_moe": 16}
 # 256 MiB of fp32 logits.
 OLD_CHUNK = {"8B8": 512, "llama_1b": 512, "llama_125m": 1280, "gpt2_xl": 1280}
 
 
 @dataclass(frozen=True)
 class GpuRow:
-    """What was measured; memory where it was read."""
+    """What was measured; memory where it was read. `passes`: what the kernels moved; None: what they move."""
 
     shape: str
     overrides: str
     tokens_per_s: float
     memory_gib: float | None = None
     chunk: int | None = None
-    passes: Passes = OLD
+    passes: Passes | None = OLD
+    hardware: str = "h200"
+
+
+def today(shape: str, overrides: str, tokens_per_s: float, memory_gib: float) -> GpuRow:
+    """Return a row of 2026-11-26."""
+    return GpuRow(shape, overrides, tokens_per_s, memory_gib, passes=None, hardware="h100")
 
 
 COMPILED, FP8 = "train.compile=true", "train.compile=true precision=fp8"
@@ -74,15 +82,26 @@ ROWS = (
     GpuRow("llama_125m", COMPILED, 399269, 23.6, chunk=32768),
     GpuRow("gpt2_xl", "train.compile=false", 30953, 25.1),
     GpuRow("gpt2_xl", "train.compile=false parallelism.offload=optimizer", 14984, 7.6),
+    today("8B8", COMPILED, 38286, 52.4),
+    today("8B8", f"{COMPILED} train.recompute=selective", 36537, 49.1),
+    today("8B8", f"{COMPILED} train.recompute=full", 36302, 49.1),
+    today("8B8", FP8, 45255, 54.5),
+    today("8B8", f"{FP8} precision.fp8_output=true", 48519, 57.8),
+    today("llama_1b", COMPILED, 64896, 40.2),
+    today("llama_1b", FP8, 70798, 39.5),
+    today("llama_125m", COMPILED, 476589, 12.8),
+    today("qwen3_moe", COMPILED, 117635, 58.7),
 )
 
 
 def case(row: GpuRow) -> PlanCase:
-    one_gpu = "cluster.hardware=h200 cluster.nodes=1 cluster.gpus_per_node=1"
+    one_gpu = f"cluster.hardware={row.hardware} cluster.nodes=1 cluster.gpus_per_node=1"
     batch = f"train.global_batch_size={SEQUENCES[row.shape]}"
     precision = "" if "precision=" in row.overrides else "precision=bf16"
     words = f"{one_gpu} {SHAPES[row.shape]} {batch} {precision} {row.overrides}".split()
     found = case_of(compose(for_planning(words), Situation("plan")).config)
+    if row.passes is None:
+        return found
     options = replace(found.options, loss_chunk_tokens=row.chunk or OLD_CHUNK[row.shape])
     return replace(found, options=options, framework=replace(found.framework, passes=row.passes))
 
@@ -92,14 +111,14 @@ def main() -> None:
         here = case(row)
         speed = predict(here).tokens_per_s
         # The loss kept its logits in fp32 also where blocks were compiled.
-        eager = replace(here, options=replace(here.options, is_compiled=False))
-        peak = predict(eager).reported_peak.total / GIB
+        before = replace(here, options=replace(here.options, is_compiled=False))
+        peak = predict(here if row.passes is None else before).reported_peak.total / GIB
         memory = f"{peak / row.memory_gib - 1:+.1%}" if row.memory_gib else ""
         chunk = f" chunk {row.chunk}" if row.chunk else ""
         loss = " loss compiled" if row.passes is OLD_COMPILED_LOSS else ""
-        name = f"{row.shape} {row.overrides}{chunk}{loss}"
+        name = f"{row.hardware} {row.shape} {row.overrides}{chunk}{loss}"
         off = f"{speed / row.tokens_per_s - 1:>+8.1%}"
-        print(f"{name:<75}{row.tokens_per_s:>9,.0f}{speed:>9,.0f}{off}{memory:>8}")
+        print(f"{name:<80}{row.tokens_per_s:>9,.0f}{speed:>9,.0f}{off}{memory:>8}")
 
 
 if __name__ == "__main__":

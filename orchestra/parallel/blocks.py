@@ -17,9 +17,11 @@ non-linearity. It sees the operators inside of the hand-written functions too.
 from __future__ import annotations
 
 import functools
+import hashlib
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -132,10 +134,21 @@ def recomputed(block: nn.Module, kind: Recompute, *, is_one_graph: bool = False)
     is_counted = not is_one_graph and any(isinstance(module, Mixture) for module in block.modules())
     if kind is Recompute.selective:
         _refuse_unknown_sums(block)
-        options["context_fn"] = functools.partial(_contexts, _num_products(block), is_counted=is_counted)
+        options["context_fn"] = _contexts_keeping(_num_products(block), is_counted=is_counted)
     elif is_counted:
         options["context_fn"] = _counted_once
+    elif is_one_graph:
+        # Left to itself torch 2.11 keeps what is made in functions whose backward pass is written by hand.
+        options["context_fn"] = _contexts_keeping(0, is_counted=False)
     return functools.partial(checkpoint, block.forward, **options)
+
+
+def _contexts_keeping(num_products: int, *, is_counted: bool) -> Callable[[], Contexts]:
+    """Return `_contexts` for so many products, with what compiled blocks on the disk are found again by."""
+    contexts = functools.partial(_contexts, num_products, is_counted=is_counted)
+    source = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+    contexts.cache_hash = f"{source} {num_products}"  # type: ignore[attr-defined]
+    return contexts
 
 
 def _num_products(block: nn.Module) -> int:
@@ -160,7 +173,7 @@ def _counted_once() -> Contexts:
 
 def _contexts(num_products: int, *, is_counted: bool) -> Contexts:
     """Return the contexts of one pass, which keeps all products but the last one, and the sums over ranks of
-    those that it keeps.
+    those that it keeps; of no products none.
 
     The last product is the block's output, which the next block keeps as its input. A sum is taken in the
     memory of its product: whoever repeated one of the two alone would sum twice, or sum nothing.

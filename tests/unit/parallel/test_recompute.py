@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from itertools import combinations_with_replacement
 from typing import Any
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from conf.schema import Config, Family, ModelConfig, ParallelismConfig, Recompute, TrainConfig
 from orchestra.errors import ConfigError
 from orchestra.model.transformer import Transformer, fill_initial_values
+from orchestra.model.weight_gradients import WeightGradient, attach
 from orchestra.parallel.blocks import recompute_blocks, recomputed
 from orchestra.parallel.mesh import make_mesh
 from orchestra.sizes.activations import (
@@ -27,6 +29,7 @@ from orchestra.sizes.flops import hardware_flops_per_token
 from orchestra.sizes.topology import Layout
 from orchestra.sizes.units import GIB
 from orchestra.train.dry_build import LiveBytes, dry_build
+from tests.support.called_operators import num_called
 
 BATCH, SEQUENCE, LAYERS = 2, 128, 3
 LLAMA = ModelConfig(
@@ -196,6 +199,10 @@ class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return operator(*arguments, **(options or {}))
 
 
+def _nothing() -> None:
+    """End a gradient."""
+
+
 @for_each_model
 def test_selective_repeats_no_product_and_full_not_the_last(name: str) -> None:
     counts = {}
@@ -207,6 +214,26 @@ def test_selective_repeats_no_product_and_full_not_the_last(name: str) -> None:
     num_products = 6 if name == "gpt" else 7
     assert counts[Recompute.selective] == counts[Recompute.none]
     assert counts[Recompute.full] == counts[Recompute.none] + LAYERS * (num_products - 1)
+
+
+def test_a_compiler_repeats_the_same_products_where_gradients_have_a_place_to_go() -> None:
+    """What is written by hand for that is a function that torch 2.11 would keep the results of."""
+    counts = {}
+    for kind in Recompute:
+        torch.compiler.reset()
+        model = model_of(config_of("llama gqa", recompute=kind, compile=True))
+        matrices = [weight for weight in model.layers[0].parameters() if weight.dim() == 2]
+        memory = {weight: (torch.empty_like(weight), False) for weight in matrices}
+        takers = [WeightGradient(functools.partial(memory.get, weight), _nothing) for weight in matrices]
+        for weight, taker in zip(matrices, takers, strict=True):
+            attach(weight, taker)
+        forward = torch.compile(model.layers[0].forward, backend="aot_eager_decomp_partition")
+        x = torch.randn(BATCH, SEQUENCE, LLAMA.hidden_size, requires_grad=True)
+        out = forward(x, (torch.ones(SEQUENCE, 1, 8), torch.zeros(SEQUENCE, 1, 4)))
+        counts[kind] = num_called("aten::mm", out.sum().backward)
+    assert counts[Recompute.selective] == counts[Recompute.none]
+    assert counts[Recompute.full] == counts[Recompute.none] + 6
+    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("kind", [Recompute.selective, Recompute.full], ids=lambda kind: kind.name)
