@@ -26,7 +26,7 @@ from orchestra.plan.compute import (
     sharded_s,
 )
 from orchestra.plan.frameworks import OWN
-from orchestra.plan.kernels.memory_passes import BUSY_SHARE, STREAM_SHARE
+from orchestra.plan.kernels.memory_passes import BUSY_SHARE, STREAM_SHARE, UPDATE_SHARE
 from orchestra.plan.pipeline_time import pipeline_time
 from orchestra.plan.stage_memory import Memory, fits, is_pressed, stage_memory, states_of_rank, widths_of
 from orchestra.sizes.flops import hardware_flops_per_token, model_flops_per_token
@@ -224,8 +224,10 @@ def _optimizer(case: PlanCase) -> float:
     if case.counts_passes:
         # State is read and written; gradients are read for their norm and for the update.
         moved = 2 * (updated.masters + updated.optimizer) + count * (width.parameters + 2 * width.gradients)
-        moved += case.framework.passes.update * count
-        return moved / (STREAM_SHARE * case.device.memory_bytes_per_s) + case.framework.step_s
+        besides = case.framework.passes.update
+        share = UPDATE_SHARE if case.options.is_compiled and not besides else STREAM_SHARE
+        moved += besides * count
+        return moved / (share * case.device.memory_bytes_per_s) + case.framework.step_s
     moved = updated.masters + updated.optimizer + count * (width.parameters + width.gradients)
     passes = case.framework.optimizer_passes
     return passes * moved / case.device.memory_bytes_per_s + case.framework.step_s

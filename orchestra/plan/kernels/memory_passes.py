@@ -30,11 +30,13 @@ from orchestra.sizes.flops import (
     without_experts,
 )
 from orchestra.sizes.hardware import row
-from orchestra.sizes.memory import loss_chunk_tokens
+from orchestra.sizes.memory import loss_chunk_tokens, widths
 
 # Of the data sheet's bandwidth. The kernels of a step on one H200 that are neither products nor attention
 # (sums of gradients, the loss, the optimizer, norms and gates) moved 1,510 GB in 469 ms: 3.2 of 4.8 TB/s.
 STREAM_SHARE = 0.67
+# The same of the compiled pass that updates parameters, with the norm: 2.7 to 2.8 of one H100's 3.35 TB/s.
+UPDATE_SHARE = 0.82
 # The share of a step in which the device works; from the same traces, 0.97 to 0.99.
 BUSY_SHARE = 0.98
 _COMPILED, _EAGER = (20, 4, 8), (40, 22, 16)
@@ -58,6 +60,15 @@ def layer_bytes(case: PlanCase) -> float:
     inner = turned * (_query_width(case) + _key_width(case)) + gated * feed_forward_width(model)
     elements = hidden * model.hidden_size / tokens.outer + inner / tokens.tp
     return elements * tokens.count * tokens.width_bytes
+
+
+def gradient_bytes(case: PlanCase) -> float:
+    """Return the bytes of a layer's gradients on one micro-batch, beside what products write: of experts they
+    are added to what is there, which their products can't.
+    """
+    held, width = held_of_layer(case.model, case.layout), case.tokens.width_bytes
+    added = width + 2 * widths(case.precision).gradients
+    return case.framework.passes.gradient * held.total + added * held.experts
 
 
 def rounding_bytes(case: PlanCase) -> float:

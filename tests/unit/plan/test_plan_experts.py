@@ -142,7 +142,7 @@ def test_real_and_forced_routing_are_told_apart(plan: PlanCommand) -> None:
     assert routing["counted"] == "real routing"
     assert routing["busiest_over_mean"] == 1.25
     assert routing["step_time_s"]["real routing"] == facts["step_time_s"]
-    assert 1.08 < facts["step_time_s"] / routing["step_time_s"]["forced-balanced"] < 1.25
+    assert 1.04 < facts["step_time_s"] / routing["step_time_s"]["forced-balanced"] < 1.25
     assert "real routing: the busiest rank of ep 8" in plan.text(*typed, "parallelism.ep=8")
     assert "real routing, as fast as forced-balanced" in plan.text(*typed)
     theirs = plan.facts(*typed, "parallelism.ep=8", "--framework=megatron")
@@ -197,7 +197,7 @@ def test_rounding_takes_back_more_of_what_fp8_saves_from_narrow_experts_and_all_
         return (after.elementwise - before.elementwise) / (before.products - after.products)
 
     narrow = {"moe_intermediate_size": 768, "intermediate_size": 768}
-    assert 0.1 < taken_back() < 0.3
+    assert 0.1 < taken_back() < 0.5
     assert 0.5 < taken_back(**narrow) < 1
     assert taken_back(is_compiled=False, **narrow) > 2
 
