@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -239,6 +240,9 @@ def compile_blocks(model: Transformer, config: Config) -> None:
     The forward and not the module: hooks of the module then run outside of what is compiled.
     """
     if config.train.compile is True:
+        # A further start finds blocks on the disk too: what is written by hand is part of what they are found
+        # by, as it was traced.
+        torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
         model.logits_passes = CompiledPasses()
         is_split = config.parallelism.pp > 1 and splits_backward(config.parallelism.schedule)
         for layer in model.layers:

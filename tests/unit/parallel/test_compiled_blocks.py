@@ -16,6 +16,7 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
 
 from conf.schema import (
     Config,
@@ -28,7 +29,7 @@ from conf.schema import (
     TrainConfig,
 )
 from orchestra.parallel.mesh import make_mesh
-from orchestra.sizes.topology import layout
+from orchestra.sizes.topology import Layout, layout
 from orchestra.train.build import build_training
 from orchestra.train.dry_build import allow_fake_groups, take_step
 
@@ -126,3 +127,32 @@ def test_equal_blocks_are_compiled_once_whatever_the_step_and_the_micro_batch(ca
         assert counters["stats"]["unique_graphs"] == kinds + LOSS_GRAPHS, f"step {step}"
     training.parallelized.stage.settle()
     training.parallelized.stage.close()
+
+
+@pytest.mark.timeout(400)
+def test_a_further_start_finds_blocks_on_the_disk() -> None:
+    """Those that are recomputed by a policy too: none of them is traced and planned again."""
+    train = TrainConfig(
+        seq_len=8, micro_batch_size=1, global_batch_size=1, compile=True, recompute=Recompute.selective
+    )
+    model = ModelConfig(
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=32,
+    )
+    config = Config(model=model, train=train)
+    found = []
+    with fresh_cache():
+        for _ in range(2):
+            torch.compiler.reset()
+            counters.clear()
+            training = build_training(config, make_mesh(0, Layout(1), torch.device("cpu")))
+            training.step.run(1, torch.zeros(1, 1, 9, dtype=torch.int64))
+            training.parallelized.stage.close()
+            found.append(dict(counters["aot_autograd"]))
+    torch.compiler.reset()
+    assert all("autograd_cache_bypass" not in each for each in found)
+    assert found[0]["autograd_cache_miss"] == found[1]["autograd_cache_hit"] == 1 + LOSS_GRAPHS
