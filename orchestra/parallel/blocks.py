@@ -92,9 +92,10 @@ def recompute_blocks(model: Transformer, config: Config, mesh: Mesh) -> None:
     """
     kinds = kinds_of_layers(config, mesh.layout.dp, is_gpu=mesh.is_gpu)
     # What is exchanged between ranks divides a mixture's graph: what is repeated of it then runs eager.
-    is_one_graph = config.train.compile is True and mesh.layout.ep == mesh.layout.cp == 1
+    is_alone = mesh.layout.ep == mesh.layout.cp == 1
     for number, layer in model.numbered_layers():
         if kinds[number] is not Recompute.none:
+            is_one_graph = config.train.compile is True and (is_alone or not _is_mixture(layer))
             layer.forward = recomputed(layer, kinds[number], is_one_graph=is_one_graph)
 
 
@@ -132,7 +133,7 @@ def recomputed(block: nn.Module, kind: Recompute, *, is_one_graph: bool = False)
     """Return the block's forward with its activations recomputed, fully or but for its products."""
     options: dict[str, Any] = {"use_reentrant": False}
     # A compiler never repeats what changes a counter.
-    is_counted = not is_one_graph and any(isinstance(module, Mixture) for module in block.modules())
+    is_counted = not is_one_graph and _is_mixture(block)
     if kind is Recompute.selective:
         _refuse_unknown_sums(block)
         options["context_fn"] = _contexts_keeping(_num_products(block), is_counted=is_counted)
@@ -142,6 +143,10 @@ def recomputed(block: nn.Module, kind: Recompute, *, is_one_graph: bool = False)
         # Left to itself torch 2.11 keeps what is made in functions whose backward pass is written by hand.
         options["context_fn"] = _contexts_keeping(0, is_counted=False)
     return functools.partial(checkpoint, block.forward, **options)
+
+
+def _is_mixture(block: nn.Module) -> bool:
+    return any(isinstance(module, Mixture) for module in block.modules())
 
 
 def _contexts_keeping(num_products: int, *, is_counted: bool) -> Callable[[], Contexts]:
@@ -214,7 +219,7 @@ def _refuse_unknown_sums(block: nn.Module) -> None:
     output: its own sum over ranks does not follow its product at once.
     """
     is_cut = any(isinstance(module, ColumnsProduct) for module in block.modules())
-    if not TELLS_OUTPUTS and is_cut and any(isinstance(module, Mixture) for module in block.modules()):
+    if not TELLS_OUTPUTS and is_cut and _is_mixture(block):
         raise ConfigError(
             f"train.recompute=selective of mixtures with parallelism.tp needs a newer torch than "
             f"{torch.__version__} (2.13 is known to do); use train.recompute=full or none"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -40,9 +41,6 @@ class RoundedWeights:
         self, blocks: Mapping[nn.Module, Sequence[Tensor]], scaling: Scaling, *, is_compiled: bool = False
     ) -> None:
         self._scaling = scaling
-        # A few graphs for any sizes.
-        self._round_by = torch.compile(round_by, dynamic=True)
-        self._round_rows_and_columns_ = torch.compile(round_rows_and_columns_)
         self._is_compiled = is_compiled
         self._stale = dict.fromkeys(blocks, True)
         self._tensors: list[Tensor] = []
@@ -51,6 +49,15 @@ class RoundedWeights:
             for weight in weights:
                 self._tensors += attach_rounded(weight, scaling_of(weight, scaling))
             self._hooks.append(block.register_forward_pre_hook(self._refresher(block, list(weights))))
+
+    # A few graphs for any sizes. Made when first used: what is eager does without loading the compiler.
+    @cached_property
+    def _round_by(self) -> Callable[[Tensor, Tensor, Tensor], None]:
+        return torch.compile(round_by, dynamic=True)
+
+    @cached_property
+    def _round_rows_and_columns_(self) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]:
+        return torch.compile(round_rows_and_columns_)
 
     def forget(self) -> None:
         """Let every weight be rounded again before its next use: it has changed, or is about to."""

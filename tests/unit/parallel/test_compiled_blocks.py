@@ -129,7 +129,6 @@ def test_equal_blocks_are_compiled_once_whatever_the_step_and_the_micro_batch(ca
     training.parallelized.stage.close()
 
 
-@pytest.mark.timeout(400)
 def test_a_further_start_finds_blocks_on_the_disk() -> None:
     """Those that are recomputed by a policy too: none of them is traced and planned again."""
     train = TrainConfig(

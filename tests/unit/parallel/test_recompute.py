@@ -17,7 +17,7 @@ from orchestra.errors import ConfigError
 from orchestra.model.transformer import Transformer, fill_initial_values
 from orchestra.model.weight_gradients import WeightGradient, attach
 from orchestra.parallel.blocks import recompute_blocks, recomputed
-from orchestra.parallel.mesh import make_mesh
+from orchestra.parallel.mesh import Mesh, make_mesh
 from orchestra.sizes.activations import (
     LayerActivations,
     cheapest_within,
@@ -54,10 +54,10 @@ def config_of(name: str, **train: Any) -> Config:
     return Config(model=MODELS[name], train=TrainConfig(**{**size, **train}))
 
 
-def model_of(config: Config) -> Transformer:
+def model_of(config: Config, mesh: Mesh = MESH) -> Transformer:
     model = Transformer(config.model)
     fill_initial_values(model, 0)
-    recompute_blocks(model, config, MESH)
+    recompute_blocks(model, config, mesh)
     return model
 
 
@@ -217,11 +217,14 @@ def test_selective_repeats_no_product_and_full_not_the_last(name: str) -> None:
 
 
 def test_a_compiler_repeats_the_same_products_where_gradients_have_a_place_to_go() -> None:
-    """What is written by hand for that is a function that torch 2.11 would keep the results of."""
+    """What is written by hand for that is a function that torch 2.11 would keep the results of. What ranks
+    exchange divides graphs of mixtures alone: cp does not matter here.
+    """
+    mesh = replace(MESH, layout=Layout(dp=1, cp=2))
     counts = {}
     for kind in Recompute:
         torch.compiler.reset()
-        model = model_of(config_of("llama gqa", recompute=kind, compile=True))
+        model = model_of(config_of("llama gqa", recompute=kind, compile=True), mesh)
         matrices = [weight for weight in model.layers[0].parameters() if weight.dim() == 2]
         memory = {weight: (torch.empty_like(weight), False) for weight in matrices}
         takers = [WeightGradient(functools.partial(memory.get, weight), _nothing) for weight in matrices]

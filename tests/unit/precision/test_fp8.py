@@ -332,6 +332,18 @@ def test_compiled_rounding_of_weights_gives_the_same_bits_in_few_graphs(scaling:
     torch.compiler.reset()
 
 
+def test_what_is_eager_does_not_load_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That takes seconds, of a dry run too."""
+    made: list[object] = []
+    monkeypatch.setattr(torch, "compile", lambda function, **_: made.append(function))
+    block = nn.Linear(INPUTS, OUTPUTS)
+    rounded_weights = RoundedWeights({block: [block.weight]}, Scaling.tensor)
+    block(torch.ones(1, INPUTS))
+    assert float(attached([block.weight])[1]) > 0
+    assert not made
+    rounded_weights.close()
+
+
 @pytest.mark.parametrize("dtype", [FORWARD, BACKWARD])
 def test_matrices_of_any_sizes_are_transposed_by_compiled_code(dtype: torch.dtype) -> None:
     torch.compiler.reset()
