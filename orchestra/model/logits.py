@@ -105,7 +105,8 @@ def _statistics(logits_CV: Tensor, index_C: Tensor) -> tuple[Tensor, Tensor, Ten
     wide = wide_type(logits_CV)
     # A part of a row stays in registers between its largest number and its sum; a row would be read twice.
     parts_CPW = logits_CV.view(len(logits_CV), -1, _part_width(logits_CV.shape[1])).to(wide)
-    largest_CP = parts_CPW.amax(dim=2)
+    # Where all words of a part are left out (−∞), its sum is 0 and not NaN.
+    largest_CP = parts_CPW.amax(dim=2).clamp(min=torch.finfo(wide).min)
     sums_CP = (parts_CPW - largest_CP.unsqueeze(2)).exp().sum(dim=2)
     largest = largest_CP.amax(dim=1)
     sums = (sums_CP * (largest_CP - largest.unsqueeze(1)).exp()).sum(dim=1)

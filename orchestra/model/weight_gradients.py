@@ -168,7 +168,7 @@ def _add_sums_of_sorted_(memory: Tensor, row_at: Tensor, place_T: Tensor, wide_T
     num_tokens = len(place_T)
     sums_TE = torch.ops.aten.embedding_dense_backward(wide_TE, place_T, num_tokens, -1, False)
     # Nobody's places repeat those of the rows, all of them about as often.
-    place = torch.arange(num_tokens, device=place_T.device) % (place_T[-1] + 1)
+    place = torch.arange(num_tokens, device=place_T.device) % (place_T[-1:] + 1)
     rows = row_at[place]
     memory.index_put_((rows,), memory[rows] + sums_TE[place].to(memory.dtype))
 

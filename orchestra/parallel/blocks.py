@@ -152,8 +152,7 @@ def _is_mixture(block: nn.Module) -> bool:
 def _contexts_keeping(num_products: int, *, is_counted: bool) -> Callable[[], Contexts]:
     """Return `_contexts` for so many products, with what compiled blocks on the disk are found again by."""
     contexts = functools.partial(_contexts, num_products, is_counted=is_counted)
-    source = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
-    contexts.cache_hash = f"{source} {num_products}"  # type: ignore[attr-defined]
+    contexts.cache_hash = f"{_sources()} {num_products}"  # type: ignore[attr-defined]
     return contexts
 
 
@@ -237,6 +236,25 @@ def _all_of(outer: AbstractContextManager[Any], inner: AbstractContextManager[An
         yield
 
 
+def _find_on_disk() -> None:
+    """Let a further start find on the disk what it compiles, also where a function's backward pass is written
+    by hand. It is part of what a graph is found by, as it was traced; what the compiler asks operators for is
+    not, and so the sources are.
+    """
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+    tag = torch.compiler.config.cache_key_tag
+    if not tag.endswith(_sources()):
+        torch.compiler.config.cache_key_tag = f"{tag} {_sources()}".strip()
+
+
+@functools.cache
+def _sources() -> str:
+    """Return a digest of the code that compilers see."""
+    package = Path(__file__).parents[1]
+    files = [file for name in ("model", "parallel", "precision") for file in (package / name).rglob("*.py")]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(files))).hexdigest()
+
+
 def compile_blocks(model: Transformer, config: Config) -> None:
     """Compile each block's forward in place, and the loss' passes over the logits, where train.compile is
     true; equal blocks share one compilation.
@@ -245,9 +263,7 @@ def compile_blocks(model: Transformer, config: Config) -> None:
     The forward and not the module: hooks of the module then run outside of what is compiled.
     """
     if config.train.compile is True:
-        # A further start finds blocks on the disk too: what is written by hand is part of what they are found
-        # by, as it was traced.
-        torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+        _find_on_disk()
         model.logits_passes = CompiledPasses()
         is_split = config.parallelism.pp > 1 and splits_backward(config.parallelism.schedule)
         for layer in model.layers:

@@ -225,7 +225,9 @@ def _optimizer(case: PlanCase) -> float:
         # State is read and written; gradients are read for their norm and for the update.
         moved = 2 * (updated.masters + updated.optimizer) + count * (width.parameters + 2 * width.gradients)
         besides = case.framework.passes.update
-        share = UPDATE_SHARE if case.options.is_compiled and not besides else STREAM_SHARE
+        # Not of rounded moments, nor of gradients in fp32.
+        is_compiled = case.options.is_compiled and case.options.moment_bytes > width.gradients
+        share = UPDATE_SHARE if is_compiled and not besides else STREAM_SHARE
         moved += besides * count
         return moved / (share * case.device.memory_bytes_per_s) + case.framework.step_s
     moved = updated.masters + updated.optimizer + count * (width.parameters + width.gradients)

@@ -26,17 +26,17 @@ TINY = ("tiny", "--device", "cpu", "--precision", "fp32", "--steps", "1")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_tied", [False, True])
-def test_every_contestant_trains_the_same_model(is_tied: bool) -> None:
+@pytest.mark.parametrize(("name", "is_tied"), [("tiny", False), ("tiny", True), ("tiny_moe", False)])
+def test_every_contestant_trains_the_same_model(name: str, is_tied: bool) -> None:
     # It imports its neighbours by their own names, as the script does.
     from gpu_contestants import turn
 
-    model = replace(SHAPES["tiny"].model, tie_word_embeddings=is_tied, rope_scaling=RopeScaling(is_tied))
-    shape = replace(SHAPES["tiny"], model=model)
-    names = [name for name in CONTESTANTS if name not in ("limit", "fp8", "fp8_output")]
+    model = replace(SHAPES[name].model, tie_word_embeddings=is_tied, rope_scaling=RopeScaling(is_tied))
+    shape = replace(SHAPES[name], model=model)
+    names = [each for each in CONTESTANTS if each not in ("limit", "sustained", "fp8", "fp8_output")]
     # Compiling is for the GPU, and takes a minute here.
     with torch.compiler.set_stance("force_eager"):
-        turns = {name: turn(name, parsed([*TINY]), shape, torch.device("cpu")) for name in names}
+        turns = {each: turn(each, parsed([*TINY]), shape, torch.device("cpu")) for each in names}
     losses = [found["first_loss"] for found in turns.values()]
     assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-5)
     assert 5 < losses[0] < 6
@@ -45,7 +45,7 @@ def test_every_contestant_trains_the_same_model(is_tied: bool) -> None:
 @pytest.mark.slow
 def test_the_command_takes_turns_and_writes_what_it_measured(tmp_path: Path) -> None:
     output = tmp_path / "found.json"
-    words = (*TINY, "--rounds", "2", "--only", "eager", "fp8", "limit", "--output", str(output))
+    words = (*TINY, "--rounds", "2", "--only", "eager", "fp8", "sustained", "limit", "--output", str(output))
     done = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), *words],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -56,7 +56,7 @@ def test_the_command_takes_turns_and_writes_what_it_measured(tmp_path: Path) -> 
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(output.read_text())
     rows = {row["name"]: row for row in found["rows"]}
-    assert list(rows) == ["eager", "limit"]
+    assert list(rows) == ["eager", "sustained", "limit"]
     assert "compute capability 8.9" in found["left_out"]["fp8"]
     assert (found["rounds"], found["shape"]) == (2, "tiny")
     for row in rows.values():

@@ -60,3 +60,12 @@ def test_logits_are_read_twice_and_their_gradient_is_written_once() -> None:
         gradient = passes.gradient(found, index, factor, factor, logits.dtype)
         assert gradient.data_ptr() == logits.data_ptr()
         assert 2 * size <= counted() <= 2 * size + 4 * numbers
+
+
+def test_words_that_are_left_out_count_nothing_in_compiled_passes_too(compiled: CompiledPasses) -> None:
+    logits = torch.randn(4, 2048, generator=torch.Generator().manual_seed(1))
+    logits[:, :1024] = -torch.inf
+    index = torch.full((4,), 1500)
+    found = compiled.statistics(logits, index)
+    exact = logits.double().logsumexp(dim=1)
+    torch.testing.assert_close((found.sums.log() + found.largest).double(), exact, rtol=1e-5, atol=1e-5)

@@ -34,6 +34,12 @@ def test_sums_for_a_gpu_are_added_to_the_rows_that_were_looked_up(
     assert torch.equal(memory[untouched], before[untouched])
 
 
+def test_no_tokens_add_nothing() -> None:
+    memory = torch.ones(ROWS, WIDTH)
+    add_row_sums_(memory, torch.zeros(0, dtype=torch.int64), torch.zeros(0, WIDTH), on_gpu=True)
+    assert torch.equal(memory, torch.ones(ROWS, WIDTH))
+
+
 def test_a_product_is_added_in_compiled_code_as_it_is_in_eager_code() -> None:
     into, left, right = torch.randn(4, 6), torch.randn(4, 5), torch.randn(5, 6)
     expected = into + left @ right
