@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from conf.schema import ModelConfig, MoeBalance, RopeScaling
+from conf.schema import ModelConfig, MoeBalance
 from orchestra.config.compose import compose
 
 
@@ -28,43 +28,10 @@ def preset(name: str, num_layers: int) -> ModelConfig:
     return compose([f"model={name}", f"model.num_hidden_layers={num_layers}"]).config.model
 
 
-_LLAMA3 = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "rope_theta": 500000.0}
 SHAPES = {
-    # Llama-3-8B with 8 of its 32 layers: its step's proportions, in the memory of one device.
-    "8b8": Shape(
-        ModelConfig("8b8", hidden_size=4096, intermediate_size=14336, num_hidden_layers=8, **_LLAMA3),
-        seq_len=8192,
-        micro_batch=1,
-    ),
-    # The presets of these names.
-    "llama_1b": Shape(
-        ModelConfig(
-            "llama_1b",
-            hidden_size=2048,
-            intermediate_size=8192,
-            num_hidden_layers=16,
-            max_position_embeddings=131072,
-            rope_scaling=RopeScaling(True, 32.0, 1.0, 4.0, 8192),
-            tie_word_embeddings=True,
-            **_LLAMA3,
-        ),
-        seq_len=4096,
-        micro_batch=4,
-    ),
-    "llama_125m": Shape(
-        ModelConfig(
-            "llama_125m",
-            hidden_size=768,
-            intermediate_size=2048,
-            num_hidden_layers=12,
-            num_attention_heads=12,
-            num_key_value_heads=12,
-            vocab_size=50304,
-            tie_word_embeddings=True,
-        ),
-        seq_len=2048,
-        micro_batch=16,
-    ),
+    "8b8": Shape(preset("llama3_8b", 8), seq_len=8192, micro_batch=1),
+    "llama_1b": Shape(preset("llama_1b", 16), seq_len=4096, micro_batch=4),
+    "llama_125m": Shape(preset("llama_125m", 12), seq_len=2048, micro_batch=16),
     "mixtral": Shape(preset("mixtral_8x7b", 2), seq_len=4096, micro_batch=2),
     "qwen3_moe": Shape(preset("qwen3_30b_a3b", 4), seq_len=4096, micro_batch=4),
     "tiny_moe": Shape(

@@ -211,7 +211,8 @@ FRAMEWORKS = {
             usual_sequence_parallel=False,
             uses_vendor_attention=True,
             gathers_context=True,
-            # Set so that a step takes 8 to 20 % longer than with even routing (Megatron's ModelZoo).
+            # Set so that a step took 8 to 20 % longer than with even routing (Megatron's ModelZoo). Experts'
+            # products were taken for slower then: by what an H100 showed it is 4 to 5 % of Mixtral's.
             uneven_routing=1.25,
             source="nanotron's device constants, passes over memory counted, host and overlap assumed",
         ),

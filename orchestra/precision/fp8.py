@@ -106,8 +106,8 @@ def turned(matrix: Rounded) -> Rounded:
 
 def turn_(values: Tensor, turned_values: Tensor) -> None:
     """Write the transposed matrix, by code that is compiled by itself for its sizes."""
-    # As bytes, which all types of fp8 share one graph by. What is compiled for any sizes takes single bytes:
-    # three times as long on an H100.
+    # As bytes, which all types of fp8 share one graph by. What is compiled for any sizes reached a third of
+    # an H100's bandwidth.
     with torch._dynamo.config.patch(recompile_limit=_MOST_SIZES):
         _compiled_turn()(values.view(torch.uint8), turned_values.view(torch.uint8))
 

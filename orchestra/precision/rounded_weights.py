@@ -92,7 +92,7 @@ class RoundedWeights:
         elif scaling is Scaling.row:
             self._round_rows_and_columns_(numbers, values, scale, turned_values, turned_scale)
         else:
-            # By torch itself: one number of all is what the compiler is slow at, 40 times on an H100.
+            # By torch itself: one number of all is what the compiler is slow at, 20 times on an H100.
             largest = torch.linalg.vector_norm(numbers, ord=math.inf)
             scale.copy_(scale_of(largest, FORWARD))
             turned_scale.copy_(scale)
