@@ -65,7 +65,7 @@ format: $(VENV)/installed-test ## rewrite the files as ruff wants them
 bench: $(VENV)/installed-bench ## time the training step against bare loops (benchmarks/RESULTS.md)
 	$(BIN)/python benchmarks/train_step.py
 
-gpu: ## on one GPU: SHAPE=8b8|llama_1b|llama_125m|mixtral|qwen3_moe beside peers (GPU_ARGS), or SHAPE=tests; installs nothing
+gpu: ## on one GPU: SHAPE=tests, or 8b8 and others beside peers (docs/gpus.md)
 ifeq ($(SHAPE),tests)
 	PYTHONPATH=$(CURDIR):$(CURDIR)/launchers/plugin $(GPU_PYTHON) -m pytest tests/gpu --must-run gpu $(PYTEST_ARGS)
 else
