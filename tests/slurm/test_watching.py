@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from sites import HELD, Site, wait_until
+from sites import ENDLESS, HELD, Site, wait_until
 
 from orchestra.run.paths import Sweep, SweepArray, SweepDir, SweepMember, to_json
 
@@ -65,7 +65,7 @@ def test_a_job_that_never_reached_our_code_says_why(site: Site) -> None:
 
 def test_logs_are_followed_from_the_queue_to_the_end(site_without_accounting: Site) -> None:
     cluster = site_without_accounting
-    job = cluster.submit_run("followed", "train.steps=400", HELD).job
+    job = cluster.submit_run("followed", *ENDLESS, HELD).job
     follower = cluster.start_orchestra("logs", "followed", "-f")
     assert follower.stderr is not None
     assert f"note: followed: queued (job {job}): held by its user" in follower.stderr.readline()
