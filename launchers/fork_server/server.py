@@ -430,6 +430,8 @@ def _is_gone(channel: socket.socket) -> bool:
 def _prepared(parent: int, listener: socket.socket, modules: list[str]) -> Server | None:
     """Import the slow modules; None, and the agent is told why, where nothing may be forked from it."""
     begin = time.monotonic()
+    # Nearly all that is made now stays: looking for what doesn't takes an eighth of the imports' time.
+    gc.disable()
     try:
         appearance = Appearance()
         appearance.show(
@@ -448,6 +450,7 @@ def _prepared(parent: int, listener: socket.socket, modules: list[str]) -> Serve
     # What was imported stays; without this a collection in a child would copy all its pages.
     gc.collect()
     gc.freeze()
+    gc.enable()
     return Server(listener, appearance, time.monotonic() - begin)
 
 

@@ -9,9 +9,10 @@ Recomputation computes activations of whole blocks again in the backward pass, i
 block's forward is wrapped, not its module: hooks of the module (which gather parameters, say) stand around
 what is recomputed and are not run again with it. Random numbers are drawn again as they were. A second
 forward pass ends as soon as it has what the backward pass needs: the last product of a block and the sum
-after it are never repeated. The selective kind keeps the results of matrix products and of sums over ranks,
-by torch's own contexts, and computes the rest again: norms, rotation, attention and the feed-forward's
-non-linearity. It sees the operators inside of the hand-written functions too.
+after it are never repeated. The selective kind keeps the results of matrix products, of sums over ranks and
+of attention's kernels (`sizes.activations.keeps_attention`), by torch's own contexts, and computes the rest
+again: norms, rotation and the feed-forward's non-linearity. It sees the operators inside of the hand-written
+functions too.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ from orchestra.precision.fp8_experts import (
 from orchestra.precision.fp8_output import Fp8OutputProducts
 from orchestra.precision.rounded_weights import RoundedWeights
 from orchestra.precision.scale_history import ScaleHistory
-from orchestra.sizes.activations import kinds_of_layers
+from orchestra.sizes.activations import keeps_attention, kinds_of_layers
 from orchestra.sizes.pipeline_schedule import splits_backward
 
 # What products of gradients are made of later must not be overwritten by what is compiled.
@@ -77,6 +78,17 @@ _PRODUCTS = frozenset(
         GROUPED_FP8_PRODUCTS,
     )
 )
+# With what its backward pass needs of it.
+_ATTENTIONS = frozenset(
+    (
+        _aten._scaled_dot_product_flash_attention.default,
+        _aten._scaled_dot_product_efficient_attention.default,
+        _aten._scaled_dot_product_cudnn_attention.default,
+        _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    )
+)
+# Of the one over lengths that vary, which torch has when that module is imported.
+_VARYING = "torch_attn"
 _traced = torch.ops._c10d_functional
 _SUMS = frozenset((SUM_IN_PLACE, SUM_SCATTERED))
 _TRACED_SUMS = frozenset((_traced.all_reduce.default, _traced.reduce_scatter_tensor.default))
@@ -93,10 +105,13 @@ def recompute_blocks(model: Transformer, config: Config, mesh: Mesh) -> None:
     kinds = kinds_of_layers(config, mesh.layout.dp, is_gpu=mesh.is_gpu)
     # What is exchanged between ranks divides a mixture's graph: what is repeated of it then runs eager.
     is_alone = mesh.layout.ep == mesh.layout.cp == 1
+    is_kept = keeps_attention(config.model, mesh.layout.cp, is_gpu=mesh.is_gpu)
     for number, layer in model.numbered_layers():
         if kinds[number] is not Recompute.none:
             is_one_graph = config.train.compile is True and (is_alone or not _is_mixture(layer))
-            layer.forward = recomputed(layer, kinds[number], is_one_graph=is_one_graph)
+            layer.forward = recomputed(
+                layer, kinds[number], is_one_graph=is_one_graph, is_attention_kept=is_kept
+            )
 
 
 def direct_weights(model: Transformer, config: Config, mesh: Mesh) -> dict[str, int]:
@@ -129,19 +144,25 @@ def direct_weights(model: Transformer, config: Config, mesh: Mesh) -> dict[str, 
     }
 
 
-def recomputed(block: nn.Module, kind: Recompute, *, is_one_graph: bool = False) -> Callable[..., Any]:
-    """Return the block's forward with its activations recomputed, fully or but for its products."""
+def recomputed(
+    block: nn.Module, kind: Recompute, *, is_one_graph: bool = False, is_attention_kept: bool = False
+) -> Callable[..., Any]:
+    """Return the block's forward with its activations recomputed, fully or but for its products and, if that
+    is wanted, its attention.
+    """
     options: dict[str, Any] = {"use_reentrant": False}
     # A compiler never repeats what changes a counter.
     is_counted = not is_one_graph and _is_mixture(block)
     if kind is Recompute.selective:
         _refuse_unknown_sums(block)
-        options["context_fn"] = _contexts_keeping(_num_products(block), is_counted=is_counted)
+        options["context_fn"] = _contexts_keeping(
+            _num_products(block), is_attention_kept=is_attention_kept, is_counted=is_counted
+        )
     elif is_counted:
         options["context_fn"] = _counted_once
     elif is_one_graph:
         # Left to itself torch 2.11 keeps what is made in functions whose backward pass is written by hand.
-        options["context_fn"] = _contexts_keeping(0, is_counted=False)
+        options["context_fn"] = _contexts_keeping(0, is_attention_kept=False, is_counted=False)
     return functools.partial(checkpoint, block.forward, **options)
 
 
@@ -149,10 +170,12 @@ def _is_mixture(block: nn.Module) -> bool:
     return any(isinstance(module, Mixture) for module in block.modules())
 
 
-def _contexts_keeping(num_products: int, *, is_counted: bool) -> Callable[[], Contexts]:
+def _contexts_keeping(
+    num_products: int, *, is_attention_kept: bool, is_counted: bool
+) -> Callable[[], Contexts]:
     """Return `_contexts` for so many products, with what compiled blocks on the disk are found again by."""
-    contexts = functools.partial(_contexts, num_products, is_counted=is_counted)
-    contexts.cache_hash = f"{_sources()} {num_products}"  # type: ignore[attr-defined]
+    contexts = functools.partial(_contexts, num_products, is_attention_kept, is_counted=is_counted)
+    contexts.cache_hash = f"{_sources()} {num_products} {is_attention_kept}"  # type: ignore[attr-defined]
     return contexts
 
 
@@ -176,9 +199,9 @@ def _counted_once() -> Contexts:
     return learned.kept(), _all_of(uncounted(), learned.taken())
 
 
-def _contexts(num_products: int, *, is_counted: bool) -> Contexts:
-    """Return the contexts of one pass, which keeps all products but the last one, and the sums over ranks of
-    those that it keeps; of no products none.
+def _contexts(num_products: int, is_attention_kept: bool, *, is_counted: bool) -> Contexts:
+    """Return the contexts of one pass, which keeps all products but the last one, the sums over ranks of
+    those that it keeps, and attention where that is wanted; of no products none.
 
     The last product is the block's output, which the next block keeps as its input. A sum is taken in the
     memory of its product: whoever repeated one of the two alone would sum twice, or sum nothing.
@@ -196,6 +219,8 @@ def _contexts(num_products: int, *, is_counted: bool) -> Contexts:
                 made = context.op_output
                 memory.update(map(_memory_of, made if isinstance(made, tuple) else (made,)))
             return was_kept[again]
+        if operator in _ATTENTIONS or operator.namespace == _VARYING:
+            return is_attention_kept
         if operator in _TRACED_SUMS or (operator in _SUMS and not TELLS_OUTPUTS):
             # What is traced has no memory yet: a sum is of the product before it.
             return was_kept[again]

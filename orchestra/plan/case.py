@@ -15,6 +15,7 @@ from functools import lru_cache
 from conf.schema import ModelConfig
 from orchestra.plan.devices import Accelerator, CollectiveGroup, Network
 from orchestra.plan.frameworks import OWN, Framework
+from orchestra.sizes.activations import keeps_attention
 from orchestra.sizes.flops import (
     num_dense_layers,
     num_expert_parameters,
@@ -162,6 +163,13 @@ class PlanCase(TrainingShape):
         """Whether memory traffic is counted from the trainer's code (`plan.kernels.memory_passes`)."""
         is_own = self.is_counted_in_full and self.options.is_gpu
         return is_own and not self.framework.computes_on_host
+
+    @property
+    def keeps_attention(self) -> bool:
+        """Whether `selective` recomputation keeps the attention's output, as orchestra's does."""
+        if not self.is_counted_in_full or self.framework.passes.repeats_attention:
+            return False
+        return keeps_attention(self.model, self.layout.cp, is_gpu=self.options.is_gpu)
 
     @property
     def kept_zero(self) -> int:

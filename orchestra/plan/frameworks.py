@@ -53,6 +53,8 @@ class Passes:
     chunk: float = 8.0
     gradient: float = 0.0
     update: float = 0.0
+    # Selective recomputation repeats the attention core.
+    repeats_attention: bool = False
     # What the host updates, it updates beside the next forward pass.
     updates_late: bool = True
     # Weights are rounded to fp8 once a step and kept so.

@@ -308,10 +308,13 @@ def predict(case: PlanCase) -> Prediction:
         fits=fits(case, memory) and not has_idle_stage(case.stages),
         tokens_per_s=rate,
         mfu=share * model_flops_per_token(case.model, case.seq_len) if is_known else None,
-        hfu=share * hardware_flops_per_token(case.model, case.seq_len, recomputed_kinds(case))
-        if is_known
-        else None,
+        hfu=share * _hardware_flops(case) if is_known else None,
     )
+
+
+def _hardware_flops(case: PlanCase) -> int:
+    kinds, is_kept = recomputed_kinds(case), case.keeps_attention
+    return hardware_flops_per_token(case.model, case.seq_len, kinds, keeps_attention=is_kept)
 
 
 def run_seconds(prediction: Prediction, train: TrainConfig) -> float:

@@ -21,7 +21,8 @@ Ranks of context parallelism have parts of the sequences, and so of everything. 
 heads the attention's output is kept twice, as it comes and as it goes back.
 
 - selective: products are kept (queries, keys, values, the attention's projection, gate and up) beside the
-  layer's input; norms, rotation, attention and silu are computed again.
+  layer's input, and what the attention's kernel gives (`keeps_attention`); norms, rotation and silu are
+  computed again.
 - full: the layer's input alone is kept.
 
 No torch: the planner and the rules use this too. Embedding, final norm, loss and the gradients themselves are
@@ -84,7 +85,7 @@ class LayerActivations:
         }
         statistics = self._statistics if kind is Recompute.none else 0.0
         if kind is Recompute.selective:
-            statistics = float(self.model.num_experts)
+            statistics = self.model.num_experts + self._heads * self._keeps_attention
         each = elements[kind] * self.element_bytes + statistics * _STATISTIC_BYTES
         if self.model.kv_lora_rank is not None and not self.is_gpu:
             each += self._scores_bytes(kind)
@@ -96,7 +97,7 @@ class LayerActivations:
         The attention counts as in the convention for MFU (not halved for causality). What is cheap beside
         products is left out, and so is the layer's last product, which nobody needs again.
         """
-        if kind is Recompute.none:
+        if kind is Recompute.none or (kind is Recompute.selective and self._keeps_attention):
             return 0
         model = self.model
         each = 4 * self.seq_len * self.cp * core_width(model)
@@ -143,6 +144,14 @@ class LayerActivations:
         return (model.q_lora_rank or 0) + model.kv_lora_rank + model.qk_rope_head_dim
 
     @property
+    def _keeps_attention(self) -> bool:
+        return keeps_attention(self.model, self.cp, is_gpu=self.is_gpu)
+
+    @property
+    def _heads(self) -> float:
+        return self.model.num_attention_heads / self.tp
+
+    @property
     def _of_attention(self) -> float:
         """What attention keeps between its norm's output and its output product."""
         model = self.model
@@ -160,7 +169,8 @@ class LayerActivations:
         model, num_gates = self.model, 1 if self._is_gpt else 2
         inner = num_gates * feed_forward_width(model) / self.tp
         rows = model.num_experts_per_tok * model.hidden_size if model.num_experts else 0
-        return 2 * self._input + self._of_heads + self._latents + inner + rows
+        out = value_width(model) / self.tp * self._keeps_attention
+        return 2 * self._input + self._of_heads + self._latents + out + inner + rows
 
     @property
     def _all(self) -> float:
@@ -177,7 +187,7 @@ class LayerActivations:
     def _statistics(self) -> float:
         model = self.model
         norms = (4 if self._is_gpt else 2) * self._input / model.hidden_size
-        heads = model.num_attention_heads / self.tp
+        heads = self._heads
         if model.qk_norm:
             heads += heads + max(model.num_key_value_heads / self.tp, 1.0)
         if model.kv_lora_rank is not None:
@@ -188,8 +198,7 @@ class LayerActivations:
         """What attention without a kernel keeps in fp32: scores, and of narrower types queries, keys and
         values, these apart from what they are parts of; of its products alone scores and output.
         """
-        model, width = self.model, self.element_bytes
-        heads = model.num_attention_heads / self.tp
+        model, width, heads = self.model, self.element_bytes, self._heads
         scores = heads * self.seq_len * self.cp * _STATISTIC_BYTES
         if kind is not Recompute.none:
             out = value_width(model) / self.tp * _STATISTIC_BYTES
@@ -204,6 +213,13 @@ class LayerActivations:
         model = self.model
         wide = model.hidden_size if self.element_bytes < _STATISTIC_BYTES else 0
         return wide + 2 * model.num_experts + (2 + 3 * 2) * model.num_experts_per_tok + 1
+
+
+def keeps_attention(model: ModelConfig, cp: int, *, is_gpu: bool) -> bool:
+    """Whether selective recomputation keeps the attention's output: of whole sequences, where one kernel
+    gives it. It takes as much as queries do, and its time grows with the square of a sequence.
+    """
+    return cp == 1 and (model.kv_lora_rank is None or is_gpu)
 
 
 def layer_activations(config: Config, dp: int, *, is_gpu: bool) -> LayerActivations:

@@ -204,21 +204,25 @@ def model_flops_per_token_causal(model: ModelConfig, seq_len: int) -> int:
 
 
 def hardware_flops_per_token(
-    model: ModelConfig, seq_len: int, recompute: Recompute | Sequence[Recompute]
+    model: ModelConfig,
+    seq_len: int,
+    recompute: Recompute | Sequence[Recompute],
+    *,
+    keeps_attention: bool = False,
 ) -> int:
     """Return the model's FLOPs plus the forward passes that recomputation runs again.
 
-    `selective` repeats the attention core (4·L·h·s), `full` whole layers (2·(parameters of the layers) +
-    4·L·h·s); the output product is never repeated, as in Narayanan et al. (arXiv:2104.04473, equation 3).
-    Korthikanti et al. (arXiv:2205.05198) count 12·L·h·s for `selective`, three times what is run again.
-    `recompute` is that of all layers, or of each.
+    `selective` repeats the attention core (4·L·h·s) unless `keeps_attention`, `full` whole layers
+    (2·(parameters of the layers) + 4·L·h·s); the output product is never repeated, as in Narayanan et al.
+    (arXiv:2104.04473, equation 3). Korthikanti et al. (arXiv:2205.05198) count 12·L·h·s for `selective`,
+    three times what they run again. `recompute` is that of all layers, or of each.
     """
     num_layers = model.num_hidden_layers
     kinds = [recompute] * num_layers if isinstance(recompute, Recompute) else recompute
     attention = _attention_forward_flops(model, seq_len) // num_layers
     again = {
         Recompute.none: 0,
-        Recompute.selective: attention,
+        Recompute.selective: 0 if keeps_attention else attention,
         Recompute.full: attention + 2 * num_active_layer_parameters(model),
     }
     dense = {

@@ -66,7 +66,7 @@ def _layer_flops(model: ModelConfig, seq_len: int, recompute: Recompute) -> floa
     """Return what a layer takes of a token, in operations of matrix products: attention is causal."""
     attention = 2 * core_width(model) * seq_len
     forward = 2 * num_active_layer_parameters(model) + attention
-    again = {Recompute.none: 0, Recompute.selective: attention, Recompute.full: forward}[recompute]
+    again = forward if recompute is Recompute.full else 0
     return 3 * forward + again + _FLOPS_PER_BYTE * _LAYER_BYTES * model.hidden_size
 
 

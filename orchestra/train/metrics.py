@@ -26,7 +26,7 @@ from orchestra.run.metrics_file import MFU_CONVENTION, wall_begin
 from orchestra.run.paths import RunDir
 from orchestra.run.record import read_record
 from orchestra.sizes import hardware
-from orchestra.sizes.activations import kinds_of_layers
+from orchestra.sizes.activations import keeps_attention, kinds_of_layers
 from orchestra.sizes.flops import (
     hardware_flops_per_token,
     model_flops_per_token,
@@ -76,13 +76,17 @@ def meter_settings(
     """Derive the settings of a meter from a configuration; `num_devices` is the world size."""
     model, seq_len = config.model, config.train.seq_len
     dp = layout(config.parallelism, num_devices).dp
-    kinds = kinds_of_layers(config, dp, is_gpu=device.type == "cuda")
+    is_gpu = device.type == "cuda"
+    kinds = kinds_of_layers(config, dp, is_gpu=is_gpu)
     # What layers that are a plug-in compute nobody knows.
     is_known = model.block is None
+    is_kept = keeps_attention(model, config.parallelism.cp, is_gpu=is_gpu)
     return MeterSettings(
         model_flops=model_flops_per_token(model, seq_len) if is_known else None,
         model_flops_causal=model_flops_per_token_causal(model, seq_len) if is_known else None,
-        hardware_flops=hardware_flops_per_token(model, seq_len, kinds) if is_known else None,
+        hardware_flops=hardware_flops_per_token(model, seq_len, kinds, keeps_attention=is_kept)
+        if is_known
+        else None,
         num_devices=num_devices,
         peak_flops_per_s=peak_flops_per_s,
         device=device,

@@ -8,6 +8,7 @@ gets a new one.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import traceback
@@ -79,6 +80,8 @@ Ranks = Callable[[int], RankPool]
 
 
 def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
+    # What was imported stays: no collection, and no test that looks through all objects, has to look at it.
+    gc.freeze()
     torch.set_num_threads(1)
     limit = timedelta(seconds=LIMIT_S)
     store = dist.TCPStore(_HOST, port, timeout=limit)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -138,6 +139,18 @@ def trained(rank: int, world: int, config: Config, steps: int = 20) -> Trained:
     training.parallelized.stage.settle()
     training.parallelized.stage.close()
     return Trained(rows, shards)
+
+
+# Blocks are traced and differentiated as always; to generate code takes most of the time.
+GRAPHS = functools.partial(torch.compile, backend="aot_eager_decomp_partition")
+
+
+def trained_by_graphs(rank: int, world: int, config: Config, steps: int) -> Trained:
+    """Do the same with blocks that are compiled without generating code."""
+    # What earlier tests of the same processes compiled counts against a limit.
+    torch.compiler.reset()
+    with patch.object(torch, "compile", GRAPHS):
+        return trained(rank, world, config, steps)
 
 
 class GradientsOfStep(StepHook):

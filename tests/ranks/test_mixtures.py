@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 import torch
 from pool import Ranks
 from small_trainings import (
+    GRAPHS,
     ODD,
     alone,
     assert_goes_on_bit_for_bit,
@@ -21,6 +21,7 @@ from small_trainings import (
     restore_and_go_on,
     start,
     take_steps,
+    trained_by_graphs,
     trained_on,
 )
 
@@ -116,8 +117,8 @@ def test_counters_are_those_of_all_ranks_and_of_each_token_once(ranks: Ranks) ->
 
 
 def loads_of_graphs(rank: int, world: int, config: Config) -> dict[str, Any]:
-    """Return `loads` of blocks that are traced and differentiated as always, without generating code."""
-    with patch.object(torch, "compile", functools.partial(torch.compile, backend="aot_eager")):
+    torch.compiler.reset()
+    with patch.object(torch, "compile", GRAPHS):
         return loads(rank, world, config)
 
 
@@ -136,7 +137,7 @@ def test_compiled_blocks_with_exchanges_that_are_recomputed_count_each_token_onc
 def test_compiled_blocks_with_exchanges_train_what_one_process_does(ranks: Ranks) -> None:
     model = replace(MIXTURE, num_hidden_layers=2)
     config = config_of(model, train={"compile": True}, zero=3, ep=2)
-    (found,) = trained_on(ranks(2), [config], steps=2)
+    found = ranks(2).run(trained_by_graphs, config=config, steps=2)
     assert_same_training(found, alone(config_of(model), steps=2))
 
 

@@ -18,7 +18,7 @@ from orchestra.train.watch.profile import StepProfiler
 
 FIRST, LAST = 3, 5
 LAYOUTS: list[dict[str, Any]] = [
-    *({"zero": zero} for zero in (0, 1, 2, 3)),
+    *({"zero": zero} for zero in (0, 2, 3)),
     {"tp": 2},
     {"tp": 2, "sequence_parallel": True},
 ]

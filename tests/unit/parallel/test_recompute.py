@@ -29,7 +29,7 @@ from orchestra.sizes.flops import hardware_flops_per_token
 from orchestra.sizes.topology import Layout
 from orchestra.sizes.units import GIB
 from orchestra.train.dry_build import LiveBytes, dry_build
-from tests.support.called_operators import num_called
+from tests.support.called_operators import called
 
 BATCH, SEQUENCE, LAYERS = 2, 128, 3
 LLAMA = ModelConfig(
@@ -189,13 +189,14 @@ def test_every_kth_layer_is_recomputed() -> None:
     assert LAYERS * (third - without) == whole - without
 
 
-class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the matrix products."""
+class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the matrix products, and how often attention is computed."""
 
-    num = 0
+    num_products = num_attentions = 0
 
     def __torch_dispatch__(self, operator: Any, _: Any, arguments: Any = (), options: Any = None) -> Any:
-        self.num += operator in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        self.num_products += operator in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        self.num_attentions += operator is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
         return operator(*arguments, **(options or {}))
 
 
@@ -205,24 +206,31 @@ def _nothing() -> None:
 
 @for_each_model
 def test_selective_repeats_no_product_and_full_not_the_last(name: str) -> None:
-    counts = {}
-    for kind in Recompute:
-        model = model_of(config_of(name, recompute=kind))
-        with Products() as products:  # type: ignore[no-untyped-call]
+    """Attention is repeated by `full` alone, unless sequences are cut over ranks."""
+    products, attentions = {}, {}
+    whole, cut = MESH, replace(MESH, layout=Layout(dp=1, cp=2))
+    for kind, mesh in (*((kind, whole) for kind in Recompute), (Recompute.selective, cut)):
+        model = model_of(config_of(name, recompute=kind), mesh)
+        with Counted() as counted:  # type: ignore[no-untyped-call]
             model(*tokens()).backward()
-        counts[kind] = products.num
+        products[kind, mesh.layout.cp] = counted.num_products
+        attentions[kind, mesh.layout.cp] = counted.num_attentions
+    none, selective, full = ((kind, 1) for kind in (Recompute.none, Recompute.selective, Recompute.full))
     num_products = 6 if name == "gpt" else 7
-    assert counts[Recompute.selective] == counts[Recompute.none]
-    assert counts[Recompute.full] == counts[Recompute.none] + LAYERS * (num_products - 1)
+    assert products[selective] == products[Recompute.selective, 2] == products[none]
+    assert products[full] == products[none] + LAYERS * (num_products - 1)
+    assert attentions[none] == attentions[selective] == LAYERS
+    assert attentions[full] == attentions[Recompute.selective, 2] == 2 * LAYERS
 
 
 def test_a_compiler_repeats_the_same_products_where_gradients_have_a_place_to_go() -> None:
     """What is written by hand for that is a function that torch 2.11 would keep the results of. What ranks
-    exchange divides graphs of mixtures alone: cp does not matter here.
+    exchange divides graphs of mixtures alone: cp decides here about attention alone.
     """
-    mesh = replace(MESH, layout=Layout(dp=1, cp=2))
-    counts = {}
-    for kind in Recompute:
+    counts, attentions = {}, {}
+    kinds = ((Recompute.none, 1), (Recompute.selective, 2), (Recompute.selective, 1), (Recompute.full, 2))
+    for kind, cp in kinds:
+        mesh = replace(MESH, layout=Layout(dp=1, cp=cp))
         torch.compiler.reset()
         model = model_of(config_of("llama gqa", recompute=kind, compile=True), mesh)
         matrices = [weight for weight in model.layers[0].parameters() if weight.dim() == 2]
@@ -233,9 +241,12 @@ def test_a_compiler_repeats_the_same_products_where_gradients_have_a_place_to_go
         forward = torch.compile(model.layers[0].forward, backend="aot_eager_decomp_partition")
         x = torch.randn(BATCH, SEQUENCE, LLAMA.hidden_size, requires_grad=True)
         out = forward(x, (torch.ones(SEQUENCE, 1, 8), torch.zeros(SEQUENCE, 1, 4)))
-        counts[kind] = num_called("aten::mm", out.sum().backward)
-    assert counts[Recompute.selective] == counts[Recompute.none]
-    assert counts[Recompute.full] == counts[Recompute.none] + 6
+        operators = called(out.sum().backward)
+        counts[kind, cp] = operators["aten::mm"]
+        attentions[kind, cp] = operators["aten::_scaled_dot_product_flash_attention_for_cpu"]
+    assert counts[Recompute.selective, 1] == counts[Recompute.selective, 2] == counts[Recompute.none, 1]
+    assert counts[Recompute.full, 2] == counts[Recompute.none, 1] + 6
+    assert list(attentions.values()) == [0, 1, 0, 1]
     torch.compiler.reset()
 
 
