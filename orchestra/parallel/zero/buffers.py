@@ -496,6 +496,10 @@ class SpareMemory:
         """Bytes of what is there."""
         return sum(memory.nbytes for memory in self._spare)
 
+    def suits(self, size: int) -> bool:
+        """Whether memory of at least `size` elements is there, and not of so many that a larger one lacks it."""
+        return any(size <= memory.numel() <= 2 * size for memory in self._spare)
+
     def take(self, size: int, device: torch.device) -> Tensor:
         """Return memory of at least `size` elements, with finite numbers of no meaning in it.
 

@@ -272,9 +272,10 @@ class Reducer:
         if self.is_alone:
             _keep(gradients, torch.empty_like(unit.whole, dtype=self._dtype))
             return
-        while not self._spare and self._under_way:
+        size = unit.layout.size
+        while self._under_way and not self._spare.suits(size):
             self._complete()
-        memory = self._spare.take(unit.layout.size, unit.whole.device)
+        memory = self._spare.take(size, unit.whole.device)
         gradients.whole = memory
         gradients.views = unit.whole_views(memory)
 

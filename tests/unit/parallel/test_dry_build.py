@@ -101,7 +101,7 @@ def test_the_fullest_stage_of_deepseek_v3_builds_at_its_real_size() -> None:
     """Its first layers, which are dense, are the first stages'."""
     config, world_size = composed("experiment=deepseek_v3")
     expected = estimated(config, world_size, is_gpu=True).state
-    assert dry_build(config, world_size).state < expected / 4
+    assert dry_build(config, world_size).state < 0.7 * expected
     assert dry_build(config, world_size, rank=world_size // 2).state == pytest.approx(expected, rel=0.02)
 
 

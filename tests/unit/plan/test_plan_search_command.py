@@ -78,7 +78,7 @@ def test_a_layout_shares_out_each_batch_of_a_ramp(plan: PlanCommand) -> None:
 
 @pytest.mark.slow
 def test_overrides_turn_an_experiment_into_each_layout() -> None:
-    """The 70B experiment has tp 8, ZeRO-3 and selective recomputation: what differs has to be said."""
+    """The 70B experiment has tp 2, ZeRO-3 and selective recomputation: what differs has to be said."""
     typed = ["experiment=llama3_70b", "cluster.hardware=h100", "cluster.gpus_per_node=8"]
     asked = ask(typed)
     found = search(space_of(asked.config, "orchestra", asked.num_sequences, asked.fixed), 3, runs_today)
