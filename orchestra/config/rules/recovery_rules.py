@@ -41,8 +41,9 @@ def rule_min_nodes(config: Config, situation: Situation) -> Iterator[str]:
         )
 
 
-def rule_range_of_nodes(config: Config, _: Situation) -> Iterator[str]:
-    """A job that may begin with fewer nodes must be able to go on with as few."""
+def rule_range_of_nodes(config: Config, situation: Situation) -> Iterator[str]:
+    """A job that may begin with fewer nodes must have a layout on as few, and be able to go on with them."""
+    ranks, begin = config.cluster.gpus_per_node, situation.from_step
     nodes, first, least = config.cluster.nodes, config.cluster.min_nodes, config.recovery.min_nodes
     if first is None or first < 1 or nodes < 1:
         return
@@ -53,6 +54,15 @@ def rule_range_of_nodes(config: Config, _: Situation) -> Iterator[str]:
             f"cluster.min_nodes={first} lets a job begin with {first} nodes, and recovery.min_nodes="
             f"{shown(least)} does not let the run train on so few; use recovery.min_nodes={first}"
         )
+    elif first < nodes and not isinstance(ranks, str) and ranks >= 1:
+        problems = {count: _problem(config, count * ranks, begin) for count in range(first, nodes + 1)}
+        able = [count for count, problem in problems.items() if problem is None]
+        if able and able[0] != first:
+            within = f"{able[0]}..{nodes}" if able[0] < nodes else nodes
+            yield (
+                f"cluster.nodes={first}..{nodes}: a job of {first} nodes could not begin: {problems[first]}; "
+                f"use cluster.nodes={within}"
+            )
 
 
 def _problem(config: Config, num_ranks: int, from_step: int) -> str | None:

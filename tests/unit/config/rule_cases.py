@@ -268,6 +268,10 @@ rule_range_of_nodes
     cluster.min_nodes=2 -> cluster.min_nodes=2 | cluster.nodes=1
     cluster.nodes=2  cluster.min_nodes=1 -> recovery.min_nodes=null | use recovery.min_nodes=1
     cluster.nodes=4  cluster.min_nodes=1  recovery.min_nodes=2 -> use recovery.min_nodes=1
+    cluster={nodes: 4, gpus_per_node: 2, min_nodes: 3}  recovery.min_nodes=1  train.global_batch_size=8
+        -> cluster.nodes=3..4: a job of 3 nodes could not begin | use cluster.nodes=4
+    cluster={nodes: 8, gpus_per_node: 1, min_nodes: 3}  recovery.min_nodes=1  train.global_batch_size=8
+        -> a job of 3 nodes could not begin | use cluster.nodes=4..8
 rule_spare_nodes
     cluster.spare_nodes=1 -> cluster.spare_nodes=1 | launcher=local
 rule_agent_timeout
