@@ -147,7 +147,9 @@ def _counted(case: PlanCase) -> float:
     """Seconds of the passes that are counted from the trainer's code; gradients are not copied again."""
     share = _repeated(case)
     if case.recompute is Recompute.selective:
-        share = _REPEATED_PASSES if case.options.is_compiled else 1.0
+        # What ranks exchange divides a mixture's graph: what is repeated of it runs eager.
+        is_one_graph = case.options.is_compiled and (case.layout.ep == 1 or not case.model.num_experts)
+        share = _REPEATED_PASSES if is_one_graph else 1.0
     again = 1 + share / _PASSES
     moved = (layer_bytes(case) + rounding_bytes(case) + _PASSES_OF_COPIES * _copies_bytes(case)) * again
     moved += gradient_bytes(case)

@@ -87,8 +87,8 @@ class Framework:
     optimizer_passes: float
     step_s: float
     stalls: Stalls | None
-    # What `selective` recomputation keeps of a layer: everything but the attention core (1), or a share of
-    # all operations.
+    # What `selective` recomputation keeps of a layer: everything but the attention core (1; which orchestra
+    # keeps too), or a share of all operations.
     selective_share: float
     # Memory: bytes per logit, and of the previous micro-batch's logits that are still alive.
     logit_bytes: float

@@ -63,7 +63,9 @@ def cut_layers(model: ModelConfig, seq_len: int, recompute: Recompute, num_stage
 
 
 def _layer_flops(model: ModelConfig, seq_len: int, recompute: Recompute) -> float:
-    """Return what a layer takes of a token, in operations of matrix products: attention is causal."""
+    """Return what a layer takes of a token, in operations of matrix products: attention is causal. Where
+    `selective` repeats it (`keeps_attention`) that changes no cut that was tried, and is left out.
+    """
     attention = 2 * core_width(model) * seq_len
     forward = 2 * num_active_layer_parameters(model) + attention
     again = forward if recompute is Recompute.full else 0

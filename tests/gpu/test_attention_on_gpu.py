@@ -4,25 +4,38 @@ kernel that is told against the one that runs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from conf.schema import Config, DataConfig, ModelConfig, PrecisionConfig, PrecisionName, TrainConfig
+from conf.schema import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    PrecisionConfig,
+    PrecisionName,
+    Recompute,
+    TrainConfig,
+)
 from orchestra.model.attention_backend import attention_backend
 from orchestra.model.documents import attend_within, document_bounds, documents_for
 from orchestra.model.transformer import Transformer, fill_initial_values
+from orchestra.parallel.blocks import compile_blocks, recompute_blocks
 from orchestra.parallel.mesh import make_mesh
 from orchestra.run.events import EventWriter, read_events
 from orchestra.run.paths import RunDir
 from orchestra.sizes.topology import Layout
 from orchestra.train.build import build_training
 from orchestra.train.trainer import announce_attention
+from tests.support.called_operators import called
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 SEPARATOR, BATCH, SEQUENCE, HEADS, WIDTH = 0, 2, 512, 8, 64
@@ -117,6 +130,69 @@ def test_the_kernel_that_is_told_is_the_one_that_runs(dtype: torch.dtype) -> Non
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         F.scaled_dot_product_attention(query, query, query, is_causal=True)
     assert any(f"_scaled_dot_product_{told}_attention" in event.key for event in seen.key_averages())
+
+
+KERNELS = (
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_efficient_attention",
+    "torch_attn::_varlen_attn",
+)
+
+
+class Attentions(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts how often attention is computed; what is found in memory does not come here."""
+
+    num = 0
+
+    def __torch_dispatch__(self, operator: Any, _: Any, arguments: Any = (), options: Any = None) -> Any:
+        self.num += operator.name() in KERNELS
+        return operator(*arguments, **(options or {}))
+
+
+def num_attentions(work: Callable[[], None], *, is_compiled: bool) -> int:
+    if is_compiled:
+        operators = called(work)
+        return sum(operators[name] for name in KERNELS)
+    with Attentions() as attentions:  # type: ignore[no-untyped-call]
+        work()
+    return int(attentions.num)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("has_documents", [False, True])
+def test_selective_recomputation_keeps_what_the_kernel_gives(has_documents: bool, is_compiled: bool) -> None:
+    needs_flash_attention()
+    generator = torch.Generator().manual_seed(0)
+    tokens, targets = torch.randint(200, 272, (2, 2, 64), generator=generator).to(GPU)
+    counts, gradients = {}, {}
+    for kind in Recompute:
+        train = TrainConfig(seq_len=64, micro_batch_size=2, recompute=kind, compile=is_compiled)
+        config = Config(train=train, precision=PrecisionConfig(PrecisionName.bf16))
+        model = Transformer(config.model, separator_id=256 if has_documents else None)
+        fill_initial_values(model, 0)
+        model.to(GPU, torch.bfloat16)
+        recompute_blocks(model, config, make_mesh(0, Layout(dp=1), GPU))
+        compile_blocks(model, config)
+        # Compiled here.
+        model(tokens, targets).backward()
+        model.zero_grad()
+
+        def work(model: Transformer = model) -> None:
+            model(tokens, targets).backward()
+
+        counts[kind] = num_attentions(work, is_compiled=is_compiled)
+        found = [weight.grad for weight in model.parameters() if weight.grad is not None]
+        gradients[kind] = torch.cat([each.float().flatten() for each in found])
+    num_layers = ModelConfig().num_hidden_layers
+    assert counts == {
+        Recompute.none: num_layers,
+        Recompute.selective: num_layers,
+        Recompute.full: 2 * num_layers,
+    }
+    expected = gradients[Recompute.none]
+    for kind in (Recompute.selective, Recompute.full):
+        assert float((gradients[kind] - expected).norm() / expected.norm()) < 0.01, kind
 
 
 def test_attention_is_announced_once_in_words_and_as_an_event(

@@ -204,17 +204,14 @@ class Kept:
 def bytes_kept(rank: int, world: int, config: Config) -> Kept:
     """Train two steps and look at all tensors of the process that were not there before."""
     gc.collect()
-    before = _storages(_all_of(torch.Tensor))
-    # What is there already is not looked through again.
+    # What is there already is not looked at any more.
     gc.freeze()
     training, mesh = start(rank, world, config)
     take_steps(config, training, mesh, range(1, 3))
     training.parallelized.stage.settle()
     gc.collect()
-    after = _storages(_all_of(torch.Tensor))
-    added = sum(size for pointer, (size, _) in after.items() if pointer not in before)
+    added = sum(size for size, _ in _storages(_all_of(torch.Tensor)).values())
     passing = sum(memory.num_bytes for memory in _all_of(SpareMemory))
-    gc.unfreeze()
     parameters = [item.parameter for item in training.parallelized.trained]
     is_split = config.parallelism.zero == 3
     gathered = sum(size for size, _ in _storages(parameters).values()) if is_split else 0

@@ -497,7 +497,7 @@ class SpareMemory:
         return sum(memory.nbytes for memory in self._spare)
 
     def suits(self, size: int) -> bool:
-        """Whether memory of at least `size` elements is there that is not so large that others lack it."""
+        """Whether memory of at least `size` elements is there, and of at most twice as many."""
         return any(size <= memory.numel() <= 2 * size for memory in self._spare)
 
     def take(self, size: int, device: torch.device) -> Tensor:

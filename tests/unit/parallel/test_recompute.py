@@ -156,8 +156,9 @@ def test_sequence_parallelism_cuts_all_activations(tp: int) -> None:
         assert kept <= without <= alone.kept_bytes(kind)
 
 
-def test_a_budget_gets_the_cheapest_choice_that_fits() -> None:
-    layer = LayerActivations(LLAMA, BATCH, SEQUENCE, element_bytes=4)
+@pytest.mark.parametrize("cp", [1, 2])
+def test_a_budget_gets_the_cheapest_choice_that_fits(cp: int) -> None:
+    layer = LayerActivations(LLAMA, BATCH, SEQUENCE, element_bytes=4, cp=cp)
     num_layers = 6
     kinds = (Recompute.full, Recompute.selective, Recompute.none)
     choices = list(combinations_with_replacement(kinds, num_layers))
@@ -166,8 +167,10 @@ def test_a_budget_gets_the_cheapest_choice_that_fits() -> None:
     assert cheapest_within(layer, num_layers, least - 1) is None
     assert cheapest_within(layer, num_layers, most) == (Recompute.none,) * num_layers
 
-    def cost(choice: tuple[Recompute, ...]) -> int:
-        return sum(layer.recomputed_flops(kind) for kind in choice)
+    def cost(choice: tuple[Recompute, ...]) -> tuple[int, int]:
+        """Operations, and how many layers are recomputed at all: what is repeated of them is not free."""
+        again = [kind for kind in choice if kind is not Recompute.none]
+        return sum(layer.recomputed_flops(kind) for kind in again), len(again)
 
     for budget in range(least, most, (most - least) // 40):
         found = cheapest_within(layer, num_layers, budget)

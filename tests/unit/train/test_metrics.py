@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from checkpointing.lineage import AttemptBegin, Base, Lineage
-from conf.schema import ClusterConfig, Config, ModelConfig, Recompute, TrainConfig
+from conf.schema import ClusterConfig, Config, ModelConfig, ParallelismConfig, Recompute, TrainConfig
 from orchestra.run.events import node_writer
 from orchestra.run.files import JsonLinesWriter, Record
 from orchestra.run.metrics_file import METRIC_KEYS, rows_that_count
@@ -92,6 +92,16 @@ def test_settings_come_from_the_formulas_of_the_model() -> None:
     assert settings.model_flops_causal == model_flops_per_token_causal(config.model, 128)
     assert settings.hardware_flops == hardware_flops_per_token(config.model, 128, Recompute.full)
     assert settings.hardware_flops > settings.model_flops > settings.model_flops_causal
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_selective_recomputation_repeats_attention_only_of_sequences_that_are_cut(cp: int) -> None:
+    train = TrainConfig(seq_len=128, recompute=Recompute.selective)
+    config = Config(model=ModelConfig(), train=train, parallelism=ParallelismConfig(cp=cp))
+    settings = meter_settings(config, num_devices=2, peak_flops_per_s=1e12, device=CPU)
+    model = config.model
+    attention = 4 * model.num_hidden_layers * model.hidden_size * 128
+    assert settings.hardware_flops == settings.model_flops + (attention if cp > 1 else 0)
 
 
 def test_totals_and_goodput_go_on_where_an_earlier_attempt_s_stood() -> None:
