@@ -136,10 +136,9 @@ def test_without_masks_documents_see_those_before_them() -> None:
 def test_recomputed_and_compiled_layers_stay_inside_of_documents(
     kind: Recompute, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if kind is Recompute.selective:
-        # Traced, differentiated and divided as always; code is generated for the other kind alone.
-        graphs_alone = functools.partial(torch.compile, backend="aot_eager_decomp_partition")
-        monkeypatch.setattr(torch, "compile", graphs_alone)
+    # Traced, differentiated and divided as always; to generate code would take most of the test's time.
+    graphs_alone = functools.partial(torch.compile, backend="aot_eager_decomp_partition")
+    monkeypatch.setattr(torch, "compile", graphs_alone)
     train = TrainConfig(recompute=kind, compile=is_compiled, seq_len=SEQUENCE, micro_batch_size=2)
     config = Config(model=LLAMA, train=train)
     expected, found = model_of(LLAMA), model_of(LLAMA)
