@@ -273,8 +273,8 @@ class Reducer:
             _keep(gradients, torch.empty_like(unit.whole, dtype=self._dtype))
             return
         size = unit.layout.size
-        # The loss begins the unit of a tied table and the embedding ends it: whatever memory it takes, the
-        # layers between them miss. What is under way then was sent before the forward pass.
+        # The loss begins the unit of a tied table and the embedding ends it: memory that it takes is missing
+        # to the layers between them. What is under way then was mostly sent before the forward pass.
         is_held = max(gradients.uses) > 1
         while self._under_way and not (self._spare.suits(size) if is_held else self._spare):
             self._complete()
