@@ -8,7 +8,8 @@ Every contestant has a process of its own, ours with the environment that `orche
 They take one step in turn, round after round; ratios are medians over rounds, each against the same round of
 ours, of wall time and of processor time, which other work on the machine disturbs less. Transformers' are
 MixtralSparseMoeBlock and MixtralForCausalLM with each implementation of experts that a CPU has room for, in a
-bare loop with torch's fused AdamW where there are layers.
+bare loop with torch's fused AdamW where there are layers. With bf16 they have parameters of 16 bits alone,
+and under autocast, as ours, parameters in fp32, which the products round. Whole models are compiled as well.
 """
 
 from __future__ import annotations
@@ -28,9 +29,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
-OURS, DENSE = "orchestra", "orchestra, dense of the same FLOPs"
+OURS, DENSE, COMPILED = "orchestra", "orchestra, dense of the same FLOPs", "orchestra, compiled"
 THEIRS = {"transformers, grouped_mm": "grouped_mm", "transformers, eager": "eager"}
-WARMUP_ROUNDS = 2
+# Compiled, and with parameters in fp32.
+THEIRS_COMPILED, THEIRS_AUTOCAST = "transformers, grouped_mm, compiled", "transformers, grouped_mm, autocast"
+# The first steps of a compiled model compile.
+WARMUP_ROUNDS = 3
 
 
 def main() -> int:
@@ -39,7 +43,7 @@ def main() -> int:
     if arguments.serve:
         serve(arguments)
         return 0
-    names = [OURS, DENSE, *THEIRS]
+    names = contestants(arguments)
     started = {name: Contestant(name, arguments.threads) for name in names}
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     try:
@@ -53,6 +57,13 @@ def main() -> int:
             contestant.close()
     report(arguments, started[OURS].facts, times)
     return 0
+
+
+def contestants(arguments: argparse.Namespace) -> list[str]:
+    """Return their names, ours first."""
+    compiled = [COMPILED, THEIRS_COMPILED] if arguments.layers else []
+    autocast = [THEIRS_AUTOCAST] if arguments.layers and arguments.precision == "bf16" else []
+    return [OURS, DENSE, *THEIRS, *compiled, *autocast]
 
 
 def parsed() -> argparse.Namespace:
@@ -82,7 +93,7 @@ class Contestant:
         from orchestra.submit.launch import worker_environment
 
         environment = {key: value for key, value in os.environ.items() if key != "GLIBC_TUNABLES"}
-        if name in (OURS, DENSE):
+        if is_ours(name):
             environment |= worker_environment(Config(), 1)
         environment |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         self._process = subprocess.Popen(
@@ -112,6 +123,10 @@ class Contestant:
     def close(self) -> None:
         self._process.kill()
         self._process.wait()
+
+
+def is_ours(name: str) -> bool:
+    return name in (OURS, DENSE, COMPILED)
 
 
 def serve(arguments: argparse.Namespace) -> None:
@@ -150,7 +165,7 @@ def config_of(arguments: argparse.Namespace) -> Any:
         seq_len=arguments.sequence,
         micro_batch_size=num_sequences,
         global_batch_size=num_sequences,
-        compile=False,
+        compile=arguments.serve == COMPILED,
     )
     return Config(model=model, precision=PrecisionConfig(PrecisionName(arguments.precision)), train=train)
 
@@ -168,7 +183,7 @@ def layer_step(arguments: argparse.Namespace) -> Callable[[], object]:
     ours = make_feed_forward(model, 0)
     for parameter in ours.parameters():
         nn.init.normal_(parameter, std=0.02, generator=generator)
-    layer = ours if arguments.serve in (OURS, DENSE) else their_layer(arguments, ours)
+    layer = ours if is_ours(arguments.serve) else their_layer(arguments, ours)
     for parameter in layer.parameters():
         parameter.data = parameter.data.to(dtype)
     shape = (arguments.tokens // arguments.sequence, arguments.sequence, arguments.hidden)
@@ -198,7 +213,7 @@ def their_config(arguments: argparse.Namespace) -> Any:
         tie_word_embeddings=False,
     )
     config._attn_implementation = "sdpa"
-    config._experts_implementation = THEIRS[arguments.serve]
+    config._experts_implementation = THEIRS.get(arguments.serve, "grouped_mm")
     return config
 
 
@@ -222,7 +237,7 @@ def model_step(arguments: argparse.Namespace) -> Callable[[], object]:
     generator = torch.Generator().manual_seed(0)
     shape = (arguments.tokens // arguments.sequence, arguments.sequence + 1)
     tokens = torch.randint(0, 8192, shape, generator=generator)
-    if arguments.serve in (OURS, DENSE):
+    if is_ours(arguments.serve):
         from orchestra.parallel.mesh import make_mesh
         from orchestra.sizes.topology import Layout
         from orchestra.train.build import build_training, set_numerics
@@ -233,12 +248,15 @@ def model_step(arguments: argparse.Namespace) -> Callable[[], object]:
         return lambda: float(step.run(next(count), tokens.unsqueeze(0)).loss)
     import transformers
 
-    dtype = torch.float32 if arguments.precision == "fp32" else torch.bfloat16
+    is_bf16, is_cast = arguments.precision == "bf16", arguments.serve == THEIRS_AUTOCAST
+    dtype = torch.bfloat16 if is_bf16 and not is_cast else torch.float32
     model = transformers.MixtralForCausalLM(their_config(arguments)).to(dtype).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+    call = torch.compile(model) if arguments.serve == THEIRS_COMPILED else model
 
     def step_of_theirs() -> None:
-        logits = model(tokens[:, :-1], use_cache=False).logits
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
+            logits = call(tokens[:, :-1], use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

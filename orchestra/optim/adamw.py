@@ -62,6 +62,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 _ALIGNMENT = 32
 # Elements of one dot product of a norm.
 _DOT_LENGTH = 1 << 16
+# Squares of 16-bit numbers have few bits, and rounding takes more from them than it gives: 5e-7 of a sum so,
+# 2e-6 with the length above.
+_DOT_LENGTH_OF_16_BITS = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -343,8 +346,8 @@ class _Wide:
 def squared_norm(gradients: Sequence[Tensor]) -> Tensor:
     """Return the sum of the squares of all gradients, which may be none, as an fp64 scalar.
 
-    Of fp32 tensors on CPU by dot products of a limited length: as fast as torch's norm, which sums a million
-    squares with an error of 1e-5 (1e-7 so). Of 16-bit numbers in fp64, for the same reason.
+    On CPU by fp32 dot products of a limited length: as fast as torch's norm, which sums a million squares
+    with an error of 1e-5 (1e-7 so); of 16-bit numbers three times as fast as its norm in fp64.
     """
     if not gradients:
         return torch.zeros((), dtype=torch.float64)
@@ -352,7 +355,20 @@ def squared_norm(gradients: Sequence[Tensor]) -> Tensor:
         norms = torch.stack(torch._foreach_norm(list(gradients), 2, dtype=torch.float32))
         return norms.double().square().sum()
     flat = [gradient.view(-1) for gradient in gradients]
-    if flat[0].dtype is torch.float32 and not is_fake(flat[0]):
-        pieces = [piece for part in flat for piece in torch.split(part, _DOT_LENGTH)]
-        return torch.stack([torch.dot(piece, piece) for piece in pieces]).double().sum()
-    return torch.stack(torch._foreach_norm(flat, 2, dtype=torch.float64)).square().sum()
+    if is_fake(flat[0]):
+        return torch.stack(torch._foreach_norm(flat, 2, dtype=torch.float64)).square().sum()
+    return torch.stack(_squares(flat)).double().sum()
+
+
+def _squares(flat: Sequence[Tensor]) -> list[Tensor]:
+    """Return the sums of the squares of all pieces, in fp32."""
+    is_wide = flat[0].dtype is torch.float32
+    length = _DOT_LENGTH if is_wide else _DOT_LENGTH_OF_16_BITS
+    pieces = (piece for part in flat for piece in torch.split(part, length))
+    if is_wide:
+        return [torch.dot(piece, piece) for piece in pieces]
+    memory, squares = flat[0].new_empty(length, dtype=torch.float32), []
+    for piece in pieces:
+        wide = memory[: piece.numel()].copy_(piece)
+        squares.append(torch.dot(wide, wide))
+    return squares
