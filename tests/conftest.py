@@ -25,6 +25,7 @@ STAGES = ("unit", "architecture", "golden", "ranks", "e2e", "slurm", "gpu")
 # What the tests of a stage are marked with.
 MARKERS = {"ranks": "ranks", "e2e": "ranks", "slurm": "slurm", "gpu": "gpu"}
 HERE = Path(__file__).parent
+PATIENCE_S = 3600
 
 # An example may take as long as a busy machine needs: slowness is no wrong result.
 settings.register_profile("unhurried", deadline=None)
@@ -55,12 +56,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="MARKERS",
         help="fail instead of skip tests with one of these markers (comma-separated) that cannot run here",
     )
+    parser.addoption(
+        "--patient",
+        action="store_true",
+        help="give each test an hour, whatever limit it has: it may wait for a processor",
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if marker := MARKERS.get(stage_of(item)):
             item.add_marker(marker)
+        if config.getoption("--patient"):
+            # Before a limit of the test's own.
+            item.add_marker(pytest.mark.timeout(PATIENCE_S), append=False)
     items.sort(key=lambda item: STAGES.index(stage_of(item)))
 
 

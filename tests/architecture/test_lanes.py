@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
@@ -39,9 +40,34 @@ def test_there_is_no_idle_lane_where_processes_may_not_be_idle(
     assert not lanes.has_idle_lane()
 
 
-def test_no_test_of_the_idle_lane_has_a_limit_of_its_own(lanes: Any) -> None:
-    """A test's mark is stronger than the hour that the lane gives to those that wait for a processor."""
-    folders = [ROOT / lanes.TESTS / "unit" / name for names in lanes.IDLE for name in names]
-    files = [file for folder in folders for file in folder.rglob("test_*.py")]
-    assert files
-    assert not [file.name for file in files if "mark.timeout" in file.read_text()]
+def test_each_test_runs_in_one_part(lanes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether there is an idle lane or not."""
+    monkeypatch.chdir(ROOT)
+    files = sorted(str(file) for file in lanes.TESTS.rglob("test_*.py"))
+    for has_idle_lane in (True, False):
+        monkeypatch.setattr(lanes, "has_idle_lane", lambda answer=has_idle_lane: answer)
+        waiting = lanes.waiting_parts((), is_fast=False, is_linted=True)
+        assert any(part.when_idle == () for part in waiting), "lint may be idle"
+        assert [file for part in waiting for file in run_by(part)] != []
+        assert sorted(file for part in waiting for file in run_by(part)) == files
+
+
+def run_by(part: Any) -> Iterator[str]:
+    """Yield the files of tests that a part's pytest collects."""
+    words = [word for word in part.words if word.startswith(("tests", "--ignore="))]
+    ignored = {word.removeprefix("--ignore=") for word in words if word.startswith("--ignore=")}
+    for name in words:
+        path = Path(name)
+        files = path.rglob("test_*.py") if path.is_dir() else [path] if path.is_file() else []
+        yield from (str(file) for file in files if not ignored & {str(file), *map(str, file.parents)})
+
+
+@pytest.mark.timeout(100)
+def test_where_tests_are_patient_the_limit_of_a_test_does_not_count(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in the idle lane, whose tests wait for a processor. A mark is stronger than --timeout."""
+    conftest = request.config.pluginmanager.get_plugin(str(ROOT / "tests" / "conftest.py"))
+    monkeypatch.setattr(request.config.option, "patient", True)
+    conftest.pytest_collection_modifyitems(request.config, [request.node])
+    assert request.node.get_closest_marker("timeout").args == (conftest.PATIENCE_S,)
