@@ -47,7 +47,7 @@ from orchestra.run.control.stop_requests import StopRequest
 from orchestra.run.events import EventWriter, rank_writer
 from orchestra.run.files import JsonLinesWriter
 from orchestra.run.heartbeat import Heart, Phase, silent_heart
-from orchestra.run.metrics_file import MFU_CONVENTION, is_eval_column, score_column
+from orchestra.run.metrics_file import MFU_CONVENTION, is_eval_column
 from orchestra.run.paths import RunDir, offload_folder
 from orchestra.run.planned_faults import planned_faults
 from orchestra.run.record import fallback_place, wandb_id
@@ -68,7 +68,7 @@ from orchestra.train.build import (
 )
 from orchestra.train.checkpoints import Checkpoints, build_checkpoints
 from orchestra.train.hooks import HeartbeatHook, LedgerHook, StepHooks, TrainedStep
-from orchestra.train.inference.evaluation import Evaluated, Evaluation, build_evaluation
+from orchestra.train.inference.evaluation import Evaluated, Evaluation, build_evaluation, score_of
 from orchestra.train.memory.micro_batch import with_micro_batch_size
 from orchestra.train.memory.out_of_memory import is_out_of_memory, out_of_memory
 from orchestra.train.memory_copies import build_memory_copies
@@ -397,7 +397,7 @@ def checkpoint_context(
     return CheckpointContext(
         settings=config.checkpoint,
         facts=facts(config),
-        score_of=score_column(config.run.metric),
+        score_of=score_of(config, mesh.layout.dp),
         last_step=config.train.steps,
         run=rank.run,
         wandb_id=wandb_id(rank.run),
