@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -79,7 +80,7 @@ from orchestra.train.stopping import RequestWatch, SaveClock, Stopping
 from orchestra.train.watch.bad_losses import NonFiniteGuard, OverflowLog
 from orchestra.train.watch.energy import EnergyWatch, build_energy_watch, members_on_device
 from orchestra.train.watch.flight_recorder import answer_for_collectives
-from orchestra.train.watch.inject_faults import Faults
+from orchestra.train.watch.inject_faults import Faults, planned_loss_factor
 from orchestra.train.watch.noise_scale import NoiseScale, build_noise_scale
 from orchestra.train.watch.profile import StepProfiler
 from orchestra.train.watch.replay import Replay, ReplayError
@@ -466,7 +467,10 @@ def build_replay(
         return None
     try:
         is_deterministic = config.train.deterministic
-        return Replay(config.recovery, is_deterministic, built.parallelized, mesh, peers, events, begin.step)
+        factor_of = partial(planned_loss_factor, planned_faults(config.recovery.inject), attempt)
+        return Replay(
+            config.recovery, is_deterministic, built.parallelized, mesh, peers, events, begin.step, factor_of
+        )
     except ConfigError as error:
         if attempt == 0:
             raise
