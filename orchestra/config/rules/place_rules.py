@@ -477,6 +477,8 @@ def rule_members_at_once(config: Config, situation: Situation) -> Iterator[str]:
             f"cluster.members_at_once={number} is for sweeps on this machine (`orchestra run -m`); on Slurm "
             f"cluster.array_throttle={number} limits how many members train at a time"
         )
+    elif situation.is_alone:
+        return
     elif number > 1 and has_open_micro_batch(config.train) and _shares_memory(config):
         yield _each_would_fill("members_at_once", number, "this machine")
     elif number > 1 and cluster.device is Device.cuda and situation.num_gpus:

@@ -128,6 +128,21 @@ def test_gpus_that_are_not_there_are_missed(num_gpus: int, changes: Change, word
 
 
 @pytest.mark.parametrize(
+    "changes",
+    [
+        {"train.micro_batch_size": "auto"},
+        # A member sees its share of the GPUs alone.
+        {"cluster.device": "cuda", "cluster.gpus_per_node": 1},
+    ],
+)
+def test_what_members_share_is_nothing_to_a_run_that_trains_alone(changes: Change) -> None:
+    sweep = Situation("run", num_gpus=1)
+    together: Change = {**changes, "cluster.members_at_once": 2}
+    assert [text for text in broken(together, sweep) if "members_at_once=2" in text]
+    assert broken(together, replace(sweep, is_alone=True)) == broken(changes, sweep)
+
+
+@pytest.mark.parametrize(
     ("num_gpus", "changes"),
     [
         (2, {"cluster.gpus_per_node": 4}),
