@@ -58,6 +58,9 @@ class Situation:
     from_step: int = 0
     # Whether it begins after another run, which may leave what it needs.
     follows: bool = False
+    # Whether one run trains by itself here, and shares the machine with no other member of a sweep; a member
+    # that does is started as one such run too, and sees no more than its share.
+    is_alone: bool = False
 
     @property
     def starts_here(self) -> bool:
@@ -65,11 +68,14 @@ class Situation:
         return self.memory_bytes is not None
 
 
-def this_machine(verb: str = "run", *, starts: bool = False) -> Situation:
-    """Return the situation of a command that is typed on this machine; `starts`: ranks start here, now."""
+def this_machine(verb: str = "run", *, starts: bool = False, is_alone: bool = False) -> Situation:
+    """Return the situation of a command that is typed on this machine; `starts`: ranks start here, now;
+    `is_alone`: of one run.
+    """
     if not starts:
-        return Situation(verb, detect_gpus())
-    return Situation(verb, detect_gpus(), len(os.sched_getaffinity(0)), _memory_bytes())
+        return Situation(verb, detect_gpus(), is_alone=is_alone)
+    cores = len(os.sched_getaffinity(0))
+    return Situation(verb, detect_gpus(), cores, _memory_bytes(), is_alone=is_alone)
 
 
 def _memory_bytes() -> int:

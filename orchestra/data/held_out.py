@@ -7,11 +7,12 @@ no torch.
 from __future__ import annotations
 
 import dataclasses
+import platform
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from conf.schema import BlendPart, Config, DataConfig, Source
-from orchestra.data.token_files import NAMES_OF_SOURCES, SOURCE_NAME
+from orchestra.data.token_files import NAMES_OF_SOURCES, SOURCE_NAME, index_of
 from orchestra.errors import ConfigError
 from orchestra.plugins import is_plugin
 
@@ -40,6 +41,20 @@ def held_out_data(config: Config) -> dict[str, DataConfig]:
     if problems:
         raise ConfigError(problems)
     return found
+
+
+def content_of(data: DataConfig) -> list[Any]:
+    """Return what tells the tokens of a held-out source from others, as JSON: equal for the same files at
+    another place, and other for other files at the same one. Of a plug-in only what it is told counts.
+
+    Reads the indices of token files. Raises DataError where one cannot be read.
+    """
+    if data.source == Source.tokens:
+        parts = data.blend or [BlendPart(str(data.path))]
+        return [[dataclasses.asdict(index_of(part.path)), part.weight] for part in parts]
+    # The library's files are those of the interpreter.
+    own = platform.python_version() if data.source == Source.stdlib else data.source_options
+    return [str(data.source), own]
 
 
 def other_separator(name: str, separator_id: int, of_training: int) -> str:

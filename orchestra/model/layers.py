@@ -103,15 +103,26 @@ def attend(
     return causal_attention(q_BSHD, k_BSKD, v_BSKD, documents)
 
 
+def stands_for_latents_on_gpu(query: Tensor, value: Tensor) -> bool:
+    """Whether these are fake tensors of latent attention that stand for a GPU's: torch would choose by the
+    device, which is not there, a way without a kernel for such widths.
+    """
+    return query.shape[-1] != value.shape[-1] and is_fake(query) and takes_gpu_kernels(query)
+
+
+def attend_as_on_gpu(q_BCHD: Tensor, k_BSHD: Tensor, v_BSHV: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return the attention [B, C, H, V] of such tensors; `bias` [B, H, C, S]: None: causal."""
+    heads = (each.transpose(1, 2) for each in (q_BCHD, k_BSHD, v_BSHV))
+    out_BHCV: Tensor = _KERNEL_OF_LATENTS(*heads, bias, True, is_causal=bias is None)[0]
+    return out_BHCV.transpose(1, 2)
+
+
 def causal_attention(q_BSHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, documents: Tensor | None) -> Tensor:
     """Return causal attention [B, S, H, D]. `documents`: what it stays inside of, from `documents_for`."""
     if documents is not None:
         return attend_within(q_BSHD, k_BSKD, v_BSKD, documents)
-    if q_BSHD.shape[-1] != v_BSKD.shape[-1] and is_fake(q_BSHD) and takes_gpu_kernels(q_BSHD):
-        # Torch would choose by the device, which is not there: a way without a kernel for such widths.
-        heads = (each.transpose(1, 2) for each in (q_BSHD, k_BSKD, v_BSKD))
-        out_BHSD: Tensor = _KERNEL_OF_LATENTS(*heads, None, True, is_causal=True)[0]
-        return out_BHSD.transpose(1, 2)
+    if stands_for_latents_on_gpu(q_BSHD, v_BSKD):
+        return attend_as_on_gpu(q_BSHD, k_BSKD, v_BSKD)
     return F.scaled_dot_product_attention(
         q_BSHD.transpose(1, 2),
         k_BSKD.transpose(1, 2),

@@ -104,7 +104,7 @@ class PluggedOptimizer:
         make: Callable[..., Any],
         *,
         is_whole: bool = True,
-        fake_bytes: float = 8.0,
+        fake_bytes: Callable[[str], float] = lambda _: 8.0,
     ) -> None:
         self.lr = optim.lr
         self.num_updates = 0
@@ -120,7 +120,7 @@ class PluggedOptimizer:
         if self._is_dry:
             # What is counted, without values, is the state and the gradients in fp32.
             for item in self._held:
-                size = round(item.master.numel() * fake_bytes / 4)
+                size = round(item.master.numel() * fake_bytes(item.name) / 4)
                 self.state[item.master] = {"state": item.master.new_empty(size)}
             return
         self._parameters = {item.name: nn.Parameter(item.master) for item in self._held}

@@ -391,11 +391,12 @@ def _image_bytes(case: PlanCase, stage: PipelineStage) -> float:
         return 0.0
     ranks = case.layout.dp * case.layout.cp
     held = held_by_rank(case.model, stage, case.layout)
-    count = held.dense / ranks + held.experts / max(1, ranks // case.layout.ep)
+    count, at_ends = held.dense / ranks + held.experts / max(1, ranks // case.layout.ep), 0.0
     if case.is_counted_in_full:
         parts = rank_parameters(case.model, case.layout.tp, case.layout.ep)
         count = parts.of(stage) / ranks + parts.experts_of(stage) / max(1, ranks // case.layout.ep)
-    return count * (_FP32 + 2 * case.options.moment_bytes)
+        at_ends = case.options.more_at_ends * parts.ends_of(stage) / ranks
+    return count * (_FP32 + 2 * case.options.moment_bytes) + at_ends
 
 
 def host_memory(prediction: Prediction) -> HostMemory:

@@ -89,7 +89,11 @@ class LayerActivations:
         each = elements[kind] * self.element_bytes + statistics * _STATISTIC_BYTES
         if self.model.kv_lora_rank is not None and not self.is_gpu:
             each += self._scores_bytes(kind)
-        return round(self.num_sequences * self.seq_len * each)
+        masks = 0.0
+        if kind is Recompute.none and self._attends_by_pieces:
+            # What is added to the scores of a sequence's two pieces, which end in all at 2·cp + 1 of them.
+            masks = (self.seq_len / 2) ** 2 * (2 * self.cp + 1) * self.element_bytes
+        return round(self.num_sequences * self.seq_len * each + masks)
 
     def recomputed_flops(self, kind: Recompute) -> int:
         """Return the floating-point operations of the layer's second forward pass, over all ranks.
@@ -148,6 +152,11 @@ class LayerActivations:
         return keeps_attention(self.model, self.cp, is_gpu=self.is_gpu)
 
     @property
+    def _attends_by_pieces(self) -> bool:
+        """Whether a GPU's kernel with a mask keeps the output of each piece, and all of them are kept too."""
+        return self.model.kv_lora_rank is not None and self.cp > 1 and self.is_gpu
+
+    @property
     def _heads(self) -> float:
         return self.model.num_attention_heads / self.tp
 
@@ -155,7 +164,7 @@ class LayerActivations:
     def _of_attention(self) -> float:
         """What attention keeps between its norm's output and its output product."""
         model = self.model
-        out = value_width(model) / self.tp * (2 if self.exchanges_heads else 1)
+        out = value_width(model) / self.tp * (2 if self.exchanges_heads or self._attends_by_pieces else 1)
         kept = self._of_heads + out
         if model.qk_norm:
             kept += self._of_heads - head_dim(model) * max(model.num_key_value_heads / self.tp, 1.0)

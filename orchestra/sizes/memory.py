@@ -194,6 +194,8 @@ def rank_bytes(shape: TrainingShape, stage: PipelineStage) -> RankBytes:
     size = rest + experts
     owned = rest / shards + experts / of_experts if shape.zero >= 1 else size
     is_split = shape.zero == 3 and shards > 1
+    # What keeps state on a host or a disk is AdamW, which keeps the same of all.
+    at_ends = options.more_at_ends * parts.ends_of(stage) / (shards if shape.zero >= 1 else 1)
     states = owned * (width.masters + 2 * options.moment_bytes)
     parameters = (owned if is_split else size) * width.parameters
     if not is_split:
@@ -201,7 +203,7 @@ def rank_bytes(shape: TrainingShape, stage: PipelineStage) -> RankBytes:
     elif shape.gathers_fp8:
         parameters += width.parameters * _elements_kept_whole(shape, stage, parts)
     host = disk = 0.0
-    masters, moments = owned * width.masters, 2 * owned * options.moment_bytes
+    masters, moments = owned * width.masters, 2 * owned * options.moment_bytes + at_ends
     if options.offload is Offload.optimizer_disk:
         each = _FP32 + 2 * options.moment_bytes
         unit = max(_units(shape, stage, parts)) / (shards if shape.zero >= 1 else 1)

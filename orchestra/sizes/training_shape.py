@@ -44,6 +44,8 @@ from orchestra.sizes.units import GIB, MIB
 _DISK_BYTES_PER_S = 2.5e9
 # Two moments in fp32.
 _ADAM_BYTES = 8.0
+# What optim=muon names: AdamW trains what stands outside of the layers.
+_MUON = "orchestra.optim.muon:Muon"
 # What cuBLAS wants of each size of an fp8 product.
 FP8_MULTIPLE = 16
 
@@ -137,8 +139,11 @@ class RankParameters:
 
     def of(self, stage: PipelineStage) -> int:
         """Return the elements of a pipeline stage, experts left out."""
-        ends = self.before * stage.has_embedding + self.after * stage.has_head
-        return ends + sum(map(sum, self.layers_of(stage)))
+        return self.ends_of(stage) + sum(map(sum, self.layers_of(stage)))
+
+    def ends_of(self, stage: PipelineStage) -> int:
+        """Return the elements of a stage that are in no layer."""
+        return self.before * stage.has_embedding + self.after * stage.has_head
 
     def experts_of(self, stage: PipelineStage) -> int:
         """Return the elements of experts of a pipeline stage."""
@@ -230,7 +235,8 @@ class TrainerOptions:
     """What only orchestra's own trainer can be told; the defaults are the schema's.
 
     `moment_bytes`: of an element of each of the optimizer's two moments, or half of what another one keeps;
-    `is_plugged`: it is another one, and takes all gradients in fp32. `reduce_bytes`: of an element of the
+    `is_plugged`: it is another one, and takes all gradients in fp32. `more_at_ends`: what it keeps more of an
+    element outside of the layers. `reduce_bytes`: of an element of the
     gradients while they are summed over ranks, None: as they accumulate. `activation_bytes`: the budget that
     decides what is recomputed, None: `recompute` decides, in each `recompute_every`-th layer.
     `loss_chunk_tokens`: None: chosen from the vocabulary. `keeps_fp8_inputs`: of fp8 products the rounded
@@ -242,6 +248,7 @@ class TrainerOptions:
 
     moment_bytes: float = 4
     is_plugged: bool = False
+    more_at_ends: float = 0
     reduce_bytes: int | None = None
     bucket_bytes: float = 25 * MIB
     recompute_every: int = 1
@@ -381,21 +388,30 @@ def training_shape(config: Config, degrees: Layout, *, is_gpu: bool) -> Training
 
 
 def optimizer_bytes(optim: OptimConfig) -> float:
-    """Return the bytes of state that the optimizer keeps for a parameter, beside its master."""
+    """Return the bytes of state that the optimizer keeps for a parameter of a layer, beside its master."""
     if optim.target is not None:
         given = optim.state_bytes_per_parameter
         return _ADAM_BYTES if given is None else given
     return _ADAM_BYTES / 2 if optim.state_dtype is StateDType.bf16 else _ADAM_BYTES
 
 
+def end_optimizer_bytes(optim: OptimConfig) -> float:
+    """Return the same of a parameter outside of the layers: the tables and the last norm."""
+    return _ADAM_BYTES if optim.target == _MUON else optimizer_bytes(optim)
+
+
 def checkpoint_bytes(config: Config) -> int:
     """Return the bytes of one checkpoint's parameters, fp32 masters that they are, and optimizer state."""
-    return round(num_parameters(config.model) * saved_bytes_per_parameter(config.optim))
+    model, each = config.model, optimizer_bytes(config.optim)
+    more = end_optimizer_bytes(config.optim) - each
+    parts = rank_parameters(model, 1) if more else None
+    at_ends = 0.0 if parts is None else (parts.before + parts.after) * more
+    return round(num_parameters(model) * (4 + each) + at_ends)
 
 
-def saved_bytes_per_parameter(optim: OptimConfig) -> float:
-    """Return the bytes of a parameter's fp32 master and of its optimizer's state."""
-    return 4 + optimizer_bytes(optim)
+def saved_bytes_per_parameter(config: Config) -> float:
+    """Return the bytes of a parameter's fp32 master and of its optimizer's state, in the mean."""
+    return checkpoint_bytes(config) / max(1, num_parameters(config.model))
 
 
 def trainer_options(config: Config, *, is_gpu: bool) -> TrainerOptions:
@@ -408,6 +424,7 @@ def trainer_options(config: Config, *, is_gpu: bool) -> TrainerOptions:
     return TrainerOptions(
         moment_bytes=optimizer_bytes(config.optim) / 2,
         is_plugged=config.optim.target is not None,
+        more_at_ends=end_optimizer_bytes(config.optim) - optimizer_bytes(config.optim),
         reduce_bytes=None if reduce is None else 4 if reduce is DType.fp32 else 2,
         bucket_bytes=config.parallelism.bucket_mib * MIB,
         recompute_every=train.recompute_every,

@@ -46,6 +46,7 @@ from orchestra.sizes.compilation import (
     tools_here,
 )
 from orchestra.sizes.topology import BatchShape, StepBatches
+from orchestra.sizes.training_shape import end_optimizer_bytes, optimizer_bytes
 from orchestra.train.hooks import StepHooks
 from orchestra.train.step import TrainingStep
 from orchestra.train.watch.bad_losses import make_loss_spikes
@@ -175,12 +176,13 @@ def build_optimizer(config: Config, parallelized: Parallelized, mesh: Mesh) -> O
 
 def _plugged(config: Config, parallelized: Parallelized, mesh: Mesh) -> PluggedOptimizer:
     called = loaded(next(plugin for plugin in named_in(config) if plugin.key == "optim.target"))
+    of_layers, of_ends = optimizer_bytes(config.optim), end_optimizer_bytes(config.optim)
     optimizer = PluggedOptimizer(
         parallelized.trained,
         config.optim,
         called,
         is_whole=mesh.tp_group is None and mesh.shard_group is None and mesh.ep_group is None,
-        fake_bytes=config.optim.state_bytes_per_parameter or 8.0,
+        fake_bytes=lambda name: of_layers if name.startswith("layers.") else of_ends,
     )
     if is_fake(parallelized.trained[0].master):
         return optimizer

@@ -317,6 +317,14 @@ class StartingPoint:
             **({} if restored.fallback is None else {"fallback": restored.fallback}),
             changes=changes(_saved_facts(restored.manifest), self.context.facts),
         )
+        self._announce_other_scores(restored)
+
+    def _announce_other_scores(self, restored: RestoredCheckpoint) -> None:
+        """Tell where checkpoint.keep_best begins anew: what is saved from here on has other scores."""
+        saved, now = restored.state.get("score_of"), self.context.score_of
+        if self.context.settings.keep_best and saved not in (None, now):
+            evidence = {"step": restored.step, "saved": saved, "now": now}
+            self.context.record("best_begins_anew", evidence)
 
     def _record(
         self,

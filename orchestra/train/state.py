@@ -264,7 +264,8 @@ class CheckpointContext:
     """Whose state is saved and restored, where, and on which of its ranks: the same through an attempt.
 
     `settings` are those of `checkpoint.*`, `facts` the configuration's values that a checkpoint keeps, and
-    `wandb_id` tells the run's checkpoints from those of another one. `score_of`: which loss is their score.
+    `wandb_id` tells the run's checkpoints from those of another one. `score_of`: which loss is their score,
+    and what it is measured on.
     """
 
     settings: CheckpointConfig

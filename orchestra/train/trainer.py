@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -47,7 +48,7 @@ from orchestra.run.control.stop_requests import StopRequest
 from orchestra.run.events import EventWriter, rank_writer
 from orchestra.run.files import JsonLinesWriter
 from orchestra.run.heartbeat import Heart, Phase, silent_heart
-from orchestra.run.metrics_file import MFU_CONVENTION, is_eval_column, score_column
+from orchestra.run.metrics_file import MFU_CONVENTION, is_eval_column
 from orchestra.run.paths import RunDir, offload_folder
 from orchestra.run.planned_faults import planned_faults
 from orchestra.run.record import fallback_place, wandb_id
@@ -68,7 +69,7 @@ from orchestra.train.build import (
 )
 from orchestra.train.checkpoints import Checkpoints, build_checkpoints
 from orchestra.train.hooks import HeartbeatHook, LedgerHook, StepHooks, TrainedStep
-from orchestra.train.inference.evaluation import Evaluated, Evaluation, build_evaluation
+from orchestra.train.inference.evaluation import Evaluated, Evaluation, build_evaluation, score_of
 from orchestra.train.memory.micro_batch import with_micro_batch_size
 from orchestra.train.memory.out_of_memory import is_out_of_memory, out_of_memory
 from orchestra.train.memory_copies import build_memory_copies
@@ -79,7 +80,7 @@ from orchestra.train.stopping import RequestWatch, SaveClock, Stopping
 from orchestra.train.watch.bad_losses import NonFiniteGuard, OverflowLog
 from orchestra.train.watch.energy import EnergyWatch, build_energy_watch, members_on_device
 from orchestra.train.watch.flight_recorder import answer_for_collectives
-from orchestra.train.watch.inject_faults import Faults
+from orchestra.train.watch.inject_faults import Faults, planned_loss_factor
 from orchestra.train.watch.noise_scale import NoiseScale, build_noise_scale
 from orchestra.train.watch.profile import StepProfiler
 from orchestra.train.watch.replay import Replay, ReplayError
@@ -397,7 +398,7 @@ def checkpoint_context(
     return CheckpointContext(
         settings=config.checkpoint,
         facts=facts(config),
-        score_of=score_column(config.run.metric),
+        score_of=score_of(config, mesh.layout.dp),
         last_step=config.train.steps,
         run=rank.run,
         wandb_id=wandb_id(rank.run),
@@ -466,7 +467,10 @@ def build_replay(
         return None
     try:
         is_deterministic = config.train.deterministic
-        return Replay(config.recovery, is_deterministic, built.parallelized, mesh, peers, events, begin.step)
+        factor_of = partial(planned_loss_factor, planned_faults(config.recovery.inject), attempt)
+        return Replay(
+            config.recovery, is_deterministic, built.parallelized, mesh, peers, events, begin.step, factor_of
+        )
     except ConfigError as error:
         if attempt == 0:
             raise

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from orchestra.train.build import Training, build_model_and_optimizer, build_ste
 from orchestra.train.hooks import StepHooks
 from orchestra.train.state import Position, TensorState
 from orchestra.train.trainer import build_replay
-from orchestra.train.watch.inject_faults import Faults
+from orchestra.train.watch.inject_faults import Faults, planned_loss_factor
 from orchestra.train.watch.replay import Replay, ReplayError
 
 STEPS, EVERY, FLIPPED_AT = 6, 2, 4
@@ -45,20 +47,30 @@ def config(every: int | None, train: dict[str, Any] | None = None, **choices: An
     return replace(base, recovery=RecoveryConfig(replay_every_steps=every))
 
 
-def trained(rank: int, world: int, config: Config, folder: Path, flip: tuple[int, int] | None = None) -> Any:
+def trained(
+    rank: int,
+    world: int,
+    config: Config,
+    folder: Path,
+    flip: tuple[int, int] | None = None,
+    fault: str = "flip",
+) -> Any:
     """Return the rows and the state's bits; of a step that differed the step and what is known of it.
-    `flip`: the step in which a bit flips, and on which rank.
+    `flip`: the step in which a bit flips, or another fault strikes, and on which rank.
     """
     mesh = mesh_of(rank, layout(config.parallelism, world))
     built = build_model_and_optimizer(config, mesh)
-    planned = [] if flip is None else [{"at_step": flip[0], "rank": flip[1], "fault": "flip"}]
+    planned = [] if flip is None else [{"at_step": flip[0], "rank": flip[1], "fault": fault}]
     faults = Faults(planned_faults(planned), 0, rank, flipped=built.parallelized.model.norm.weight)
     replay = None
     if config.recovery.replay_every_steps is not None:
         events = EventWriter(RunDir(folder), "rank", 0) if rank == 0 else None
         among = peers(rank, world, f"replay/{folder}", limit_s=60.0)
         is_deterministic = config.train.deterministic
-        replay = Replay(config.recovery, is_deterministic, built.parallelized, mesh, among, events, 0)
+        factor_of = partial(planned_loss_factor, planned_faults(planned), 0)
+        replay = Replay(
+            config.recovery, is_deterministic, built.parallelized, mesh, among, events, 0, factor_of
+        )
     hooks = StepHooks((faults, replay))
     step_of_run = build_step(config, mesh, built, hooks)
     training = Training(built.parallelized, built.optimizer, built.batches, step_of_run)
@@ -99,6 +111,23 @@ def test_a_flipped_bit_names_the_rank_that_computed_it(
     (event,) = read_events(RunDir(tmp_path))
     assert (event["event"], event["rank"], event["is_settled"]) == ("replay_differs", at, True)
     assert (event["of_rank"], event["by_rank"], event["step"]) == (at, (at + 1) % 4, FLIPPED_AT)
+
+
+@pytest.mark.parametrize("fault", ["spike", "nan"])
+def test_a_loss_that_is_multiplied_on_purpose_is_no_broken_device(
+    ranks: Ranks, tmp_path: Path, fault: str
+) -> None:
+    rows = [
+        rows
+        for rows, _ in ranks(4).run(
+            trained, config=config(EVERY, zero=1), folder=tmp_path, flip=(FLIPPED_AT, 1), fault=fault
+        )
+    ]
+    assert [len(of_rank) for of_rank in rows] == [STEPS] * 4
+    loss, _ = rows[0][FLIPPED_AT - 1]
+    # A quarter of the batch's losses, or all of it, is not what it was.
+    assert math.isnan(loss) if fault == "nan" else loss > 100 * rows[0][0][0]
+    assert read_events(RunDir(tmp_path)) == []
 
 
 def test_of_two_data_parallel_ranks_one_is_broken_and_nobody_says_which(ranks: Ranks, tmp_path: Path) -> None:

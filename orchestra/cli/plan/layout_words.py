@@ -81,7 +81,8 @@ def routing(prediction: Prediction) -> list[str]:
         return [f"{FORCED}, as figures of {case.framework.name} are measured; real routing is slower with ep"]
     if case.layout.ep == 1:
         return [f"{REAL}, as fast as {FORCED}: each rank has all experts"]
-    busiest = f"the busiest rank of ep {case.layout.ep} {case.framework.uneven_routing:g} times the mean"
+    assumed = f"{case.framework.uneven_routing:g} times the mean (assumed; moe/rank_load of a run tells)"
+    busiest = f"the busiest rank of ep {case.layout.ep} {assumed}"
     even = prediction.if_balanced
     speed = f"{figures.quantity(even.tokens_per_s_per_device)} tokens/s per device"
     return [f"{REAL}: {busiest}; {FORCED} {speed}, {even.time.total:.3g} s a step"]

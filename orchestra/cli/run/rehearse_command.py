@@ -239,7 +239,7 @@ def _requests(plan: Rehearsal, arguments: Namespace) -> list[RunRequest]:
 
 
 def _here(target: RunDir, arguments: Namespace) -> int:
-    situation = this_machine("run", starts=not arguments.dry_run)
+    situation = this_machine("run", starts=not arguments.dry_run, is_alone=True)
     config = rehearsed_config(target, arguments.overrides, situation)
     plan = _plan(target, config, arguments, situation)
     requests = _requests(plan, arguments)

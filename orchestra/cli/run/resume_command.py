@@ -132,7 +132,7 @@ def _planned(
 
 
 def _train_here(arguments: Namespace, target: RunDir, answer: SchedulerAnswer) -> int:
-    situation = this_machine("resume", starts=not arguments.dry_run)
+    situation = this_machine("resume", starts=not arguments.dry_run, is_alone=True)
     plan = _planned(arguments, target, situation, answer)
     if plan.is_finished:
         return _say_finished(plan, as_json=arguments.json)

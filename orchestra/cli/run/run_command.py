@@ -88,7 +88,7 @@ def run(arguments: Namespace) -> int:
         raise ConfigError("--force is about the members of a sweep (-m); a single run is always a new one")
     from orchestra.config.compose import compose
 
-    config = compose(arguments.overrides, this_machine(starts=not arguments.dry_run)).config
+    config = compose(arguments.overrides, this_machine(starts=not arguments.dry_run, is_alone=True)).config
     # Measured figures are no part of what was asked for: the signature stays the same.
     measured = with_measured_network(config)
     request = RunRequest(measured, signature(config), arguments.overrides, sys.argv)

@@ -123,6 +123,10 @@ class Progress:
             elif name == "last_save_waits":
                 patience = figures.duration(event.get("patience_s"))
                 self._notices.append(f"its state is kept in memory, and saving it tried again for {patience}")
+            elif name == "best_begins_anew":
+                self._notices.append(
+                    f"checkpoint.keep_best begins anew after step {step}: its loss is measured otherwise"
+                )
             elif name == "experts_moved":
                 self._notices.append(_moved_experts(event, step))
             elif name == "stop_requested":

@@ -189,7 +189,7 @@ def _saves(config: Config) -> bool:
 
 
 def _counted(config: Config) -> str:
-    return f"{num_parameters(config.model):,} parameters × {saved_bytes_per_parameter(config.optim):g} bytes"
+    return f"{num_parameters(config.model):,} parameters × {saved_bytes_per_parameter(config):.4g} bytes"
 
 
 def _existing(folder: Path) -> Path:

@@ -42,7 +42,7 @@ from orchestra.run.permissions import group_problem
 from orchestra.sizes.compilation import lacking_tools, refusal, tools_here
 from orchestra.sizes.flops import num_dense_layers, num_expert_parameters, num_parameters
 from orchestra.sizes.topology import divisors, has_open_micro_batch, layout, listed
-from orchestra.sizes.training_shape import optimizer_bytes
+from orchestra.sizes.training_shape import saved_bytes_per_parameter
 from orchestra.sizes.units import MIB, as_slurm_time, binary, slurm_time_s
 
 # 256 byte values and the document separator.
@@ -153,7 +153,7 @@ def trained_bytes(config: Config, ranks: int) -> int:
     except ConfigError:
         return 0
     zero, precision = config.parallelism.zero, config.precision.name
-    moments = optimizer_bytes(config.optim)
+    moments = saved_bytes_per_parameter(config) - 4
     parameter, gradient, state = 4, 4, moments
     if precision is not PrecisionName.fp32:
         # 16-bit parameters, with masters in fp32.
@@ -477,6 +477,8 @@ def rule_members_at_once(config: Config, situation: Situation) -> Iterator[str]:
             f"cluster.members_at_once={number} is for sweeps on this machine (`orchestra run -m`); on Slurm "
             f"cluster.array_throttle={number} limits how many members train at a time"
         )
+    elif situation.is_alone:
+        return
     elif number > 1 and has_open_micro_batch(config.train) and _shares_memory(config):
         yield _each_would_fill("members_at_once", number, "this machine")
     elif number > 1 and cluster.device is Device.cuda and situation.num_gpus:

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from orchestra.model.documents import has_varying_lengths
+from orchestra.model.layers import attend_as_on_gpu, stands_for_latents_on_gpu
 
 _aten = torch.ops.aten
 
@@ -147,6 +148,14 @@ def masked(q_BCHD: Tensor, k_BEKD: Tensor, v_BEKD: Tensor, mask: Tensor | None) 
     num, end = q_BCHD.shape[1], k_BEKD.shape[1]
     if mask is None:
         mask = torch.ones(num, end, dtype=torch.bool, device=q_BCHD.device).tril_(end - num)
+    if stands_for_latents_on_gpu(q_BCHD, v_BEKD):
+        # A GPU's kernels take what is added to the scores.
+        bias = mask
+        if mask.dtype is torch.bool:
+            bias = torch.zeros_like(mask, dtype=q_BCHD.dtype).masked_fill_(~mask, -torch.inf)
+        return attend_as_on_gpu(
+            q_BCHD, k_BEKD, v_BEKD, bias.expand(q_BCHD.shape[0], q_BCHD.shape[2], num, end)
+        )
     q, k, v = _heads_first(q_BCHD, k_BEKD, v_BEKD)
     shares = q_BCHD.shape[2] != k_BEKD.shape[2]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=shares).transpose(1, 2)

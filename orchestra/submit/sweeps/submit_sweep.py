@@ -143,7 +143,7 @@ def resume_action(
     refuse_busy_sweep(sweep, record)
     all_members = member_states(sweep, record)
     needing = [member for member in all_members if member.needs_job and not member.is_elsewhere]
-    situation = this_machine("resume", starts=True) if site is None else Situation("submit", cluster=site)
+    situation = this_machine("resume", starts=True) if site is None else Situation("resume", cluster=site)
     changes = MemberChanges(tuple(overrides), situation, composed or {}, accepts_jump, site, checks_memory)
     members = resumed_members(needing, changes)
     kept = [member for member in all_members if member not in needing]

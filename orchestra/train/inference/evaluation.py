@@ -8,10 +8,13 @@ Shape letters: B sequences of one micro-batch, S sequence length, N samples.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from conf.schema import Config, DataConfig, EvalConfig
-from orchestra.data.held_out import evaluates, held_out_data, other_separator
+from orchestra.data.held_out import content_of, evaluates, held_out_data, other_separator
 from orchestra.data.order import Int64
 from orchestra.data.source import SampleSource, open_source, separator_of
 from orchestra.errors import DataError
@@ -30,8 +33,8 @@ from orchestra.parallel.mesh import Mesh
 from orchestra.parallel.pipeline.passes import Pipeline
 from orchestra.plugins import is_plugin
 from orchestra.run.events import EventWriter
-from orchestra.run.metrics_file import eval_column
-from orchestra.sizes.topology import BatchShape
+from orchestra.run.metrics_file import eval_column, score_column
+from orchestra.sizes.topology import BatchShape, global_batch_size
 
 # Of the order in which a source's samples are chosen. Not the run's: runs are compared.
 _SEED = 0
@@ -219,11 +222,28 @@ def build_evaluation(
         return None
     sources = open_held_out(held_out_data(config), config)
     forward, pipeline = parallel.stage.begin_forward, parallel.pipeline
-    limit = num_samples(config.eval, batch)
+    limit = num_samples(config.eval, batch.global_batch_size)
     loss = HeldOutLoss(sources, limit, parallel.model, batch, mesh, forward, pipeline)
     return Evaluation(config.eval, config.train.steps, loss, events, compiles=config.train.compile is True)
 
 
-def num_samples(config: EvalConfig, batch: BatchShape) -> int | None:
-    """Return how many samples of each source are evaluated at most."""
-    return None if config.steps is None else config.steps * batch.global_batch_size
+def num_samples(config: EvalConfig, batch_size: int) -> int | None:
+    """Return how many samples of each source are evaluated at most; `batch_size` is the global one."""
+    return None if config.steps is None else config.steps * batch_size
+
+
+def score_of(config: Config, dp: int) -> str:
+    """Return which loss checkpoint.keep_best compares on `dp` data-parallel ranks: its column, and where that
+    does not say it all a digest of what it is measured by and on. Raises DataError, ConfigError.
+    """
+    column, train = score_column(config.run.metric), config.train
+    measured: list[Any] = [] if train.loss is None else [train.loss, train.loss_options]
+    sources = {eval_column(name): data for name, data in held_out_data(config).items()}
+    if column in sources:
+        limit = num_samples(config.eval, global_batch_size(train, dp))
+        masks = config.data.document_masks
+        measured += [content_of(sources[column]), limit, train.seq_len, masks]
+    if not measured:
+        return column
+    text = json.dumps(measured, sort_keys=True, default=str)
+    return f"{column} {hashlib.sha256(text.encode()).hexdigest()[:16]}"

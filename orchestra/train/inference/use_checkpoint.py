@@ -92,9 +92,8 @@ def _evaluated(model: Transformer, config: Config, device: torch.device, request
     micro = min(micro if isinstance(micro, int) else _MICRO_BATCH, size)
     batch = BatchShape(size, micro, -(-size // micro), 1, config.train.seq_len)
     sources = open_held_out(held_out_data(config), config)
-    loss = HeldOutLoss(
-        sources, num_samples(config.eval, batch), model, batch, make_mesh(0, Layout(1), device)
-    )
+    limit = num_samples(config.eval, batch.global_batch_size)
+    loss = HeldOutLoss(sources, limit, model, batch, make_mesh(0, Layout(1), device))
     return {"losses": loss.compute(), "tokens": loss.num_tokens}
 
 

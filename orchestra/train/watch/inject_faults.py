@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from conf.schema import Fault
+from conf.schema import Fault, FaultPhase
 from orchestra.errors import TrainingError
 from orchestra.run.events import EventWriter
 from orchestra.run.heartbeat import Phase
@@ -36,7 +36,8 @@ from orchestra.train.hooks import StepHook
 if TYPE_CHECKING:
     import torch
 
-_SPIKE = 1e4
+# What a loss is multiplied by.
+_FACTORS = {Fault.nan: math.nan, Fault.spike: 1e4}
 # More than any device holds.
 _TOO_MANY_BYTES = 1 << 56
 _NODE_DOWN_TIMEOUT_S = 60.0
@@ -155,16 +156,28 @@ class Faults(StepHook):
                 loop_in_python(_hang_s(fault))
             case Fault.gil:
                 hold_the_lock(_hang_s(fault))
-            case Fault.nan:
-                self._poison = (step, math.nan)
-            case Fault.spike:
-                self._poison = (step, _SPIKE)
+            case Fault.nan | Fault.spike:
+                self._poison = (step, _FACTORS[fault.fault])
             case Fault.flip:
                 self._flip_at = step
             case Fault.agent_kill:
                 os.kill(_agent(), signal.SIGKILL)
             case Fault.node_down:
                 take_node_down()
+
+
+def planned_loss_factor(planned: Sequence[PlannedFault], attempt: int, rank: int, step: int) -> float:
+    """Return what the loss of any rank in `step` is, or will be, multiplied by: whoever computes its
+    micro-batch again has to do the same.
+    """
+    striking = (fault for fault in planned if fault.at_step == step and fault.strikes(attempt, rank))
+    # In the order in which they strike; the last one counts.
+    factors = [_FACTORS[each.fault] for each in sorted(striking, key=_is_late) if each.fault in _FACTORS]
+    return factors[-1] if factors else 1.0
+
+
+def _is_late(fault: PlannedFault) -> bool:
+    return fault.phase is not FaultPhase.step
 
 
 def _lasts(fault: PlannedFault, step: int) -> bool:

@@ -13,6 +13,9 @@ holds the same part of the model. Where the two differ a third rank, the one aft
 three the one that differs from the others is broken. With two ranks there is no third one, and with three
 different results no majority: then no rank is named.
 
+What multiplies a rank's loss on purpose (`recovery.inject`) does so where others compute it again too: no
+device is broken.
+
 A gradient's digest is the sum of its bits, each element's times an odd number of its place, modulo 2^64: it
 does not depend on the order of the sum, and one flipped bit always changes it.
 """
@@ -22,7 +25,7 @@ from __future__ import annotations
 import contextlib
 import math
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -227,7 +230,8 @@ class Replay(StepHook):
     """Computes a neighbour's micro-batch again, on one rank. *Collective*, in the same steps.
 
     `is_deterministic` is `train.deterministic`. `events` is rank 0's; None on the others. `begin` is the step
-    that the attempt began after. Raises ConfigError where devices differ and no tolerance is given.
+    that the attempt began after. `factor_of`: what the loss of a rank is multiplied by in a step. Raises
+    ConfigError where devices differ and no tolerance is given.
     """
 
     def __init__(
@@ -239,7 +243,9 @@ class Replay(StepHook):
         peers: Peers,
         events: EventWriter | None,
         begin: int,
+        factor_of: Callable[[int, int], float] = lambda rank, step: 1.0,  # noqa: ARG005
     ) -> None:
+        self._factor_of = factor_of
         self._every_steps = config.replay_every_steps
         self._tolerance = config.replay_tolerance
         self._parallelized = parallelized
@@ -261,7 +267,7 @@ class Replay(StepHook):
         if self._every_steps is None or step % self._every_steps:
             return
         own = _GradientSums(self._mesh.device)
-        second = self._computed(tokens_ABS[0], share, SECOND)
+        second = self._computed(step, tokens_ABS[0], share, SECOND)
         self._step = _ReplayedStep(step, tokens_ABS[0], share, own, second)
         # From here: the loss gives its gradients in the forward pass.
         self._watching.enter_context(self._gradients.watched(self._adder(own)))
@@ -296,26 +302,32 @@ class Replay(StepHook):
             self._last_agreed = step
             return
         if layout.dp > THIRD:
-            computed = self._computed(replayed.tokens, replayed.share, THIRD).computed()
+            computed = self._computed(step, replayed.tokens, replayed.share, THIRD).computed()
             _, third, _ = self._exchanged(replayed, "third", computed)
             differing = differences(own, second, third, layout, tolerance)
         self._record(step, differing, hosts)
         words = _words(step, differing, hosts)
         raise ReplayError(BadSteps(self._last_agreed + 1, step, BROKEN_DEVICE, words, leaves_out=False))
 
-    def _computed(self, tokens_BS: Tensor, share: float | Tensor, shift: int) -> _GradientSums:
+    def _computed(self, step: int, tokens_BS: Tensor, share: float | Tensor, shift: int) -> _GradientSums:
         """Compute the micro-batch of the rank `shift` places before this one."""
         tokens = self._received(tokens_BS, shift).to(self._mesh.device)
+        _, source = self._neighbours(shift)
+        if (factor := self._factor_of(source, step)) != 1.0:
+            share = share * factor
         sums = _GradientSums(self._mesh.device)
         sums.loss = _loss_apart(self._parallelized, tokens, share, self._adder(sums))
         return sums
 
+    def _neighbours(self, shift: int) -> tuple[int, int]:
+        """Return the ranks so many places after and before this one in data parallelism."""
+        members = self._mesh.layout.neighbours(self._mesh.rank, _DATA_PARALLEL)
+        place = members.index(self._mesh.rank)
+        return members[(place + shift) % len(members)], members[(place - shift) % len(members)]
+
     def _received(self, tokens_BS: Tensor, shift: int) -> Tensor:
         """Send this rank's tokens `shift` places on, and return those that come from as many before."""
-        mesh = self._mesh
-        members = mesh.layout.neighbours(mesh.rank, _DATA_PARALLEL)
-        place = members.index(mesh.rank)
-        to, source = members[(place + shift) % len(members)], members[(place - shift) % len(members)]
+        mesh, (to, source) = self._mesh, self._neighbours(shift)
         mine = tokens_BS.to(mesh.device).contiguous()
         theirs = torch.empty_like(mine)
         with marked(Part.communication):

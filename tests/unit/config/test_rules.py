@@ -128,6 +128,21 @@ def test_gpus_that_are_not_there_are_missed(num_gpus: int, changes: Change, word
 
 
 @pytest.mark.parametrize(
+    "changes",
+    [
+        {"train.micro_batch_size": "auto"},
+        # A member sees its share of the GPUs alone.
+        {"cluster.device": "cuda", "cluster.gpus_per_node": 1},
+    ],
+)
+def test_what_members_share_is_nothing_to_a_run_that_trains_alone(changes: Change) -> None:
+    sweep = Situation("run", num_gpus=1)
+    together: Change = {**changes, "cluster.members_at_once": 2}
+    assert [text for text in broken(together, sweep) if "members_at_once=2" in text]
+    assert broken(together, replace(sweep, is_alone=True)) == broken(changes, sweep)
+
+
+@pytest.mark.parametrize(
     ("num_gpus", "changes"),
     [
         (2, {"cluster.gpus_per_node": 4}),
@@ -362,13 +377,13 @@ def test_ranks_that_share_out_experts_have_their_part_of_them(changes: Change) -
 
 
 def test_training_takes_what_another_optimizer_keeps() -> None:
-    muon = OptimConfig(target="orchestra.optim.muon:Muon", state_bytes_per_parameter=4.0)
-    assert trained_bytes(Config(optim=muon), 1) == 12 * num_parameters(Config().model)
+    adagrad = OptimConfig(target="torch.optim:Adagrad", state_bytes_per_parameter=4.0)
+    assert trained_bytes(Config(optim=adagrad), 1) == 12 * num_parameters(Config().model)
 
 
 def test_what_is_saved_of_another_optimizer_is_what_it_keeps() -> None:
     for bytes_kept, saved in ((4.0, 8), (None, 12)):
-        optim = OptimConfig(target="orchestra.optim.muon:Muon", state_bytes_per_parameter=bytes_kept)
+        optim = OptimConfig(target="torch.optim:Adagrad", state_bytes_per_parameter=bytes_kept)
         assert checkpoint_bytes(Config(optim=optim)) == saved * num_parameters(Config().model)
 
 

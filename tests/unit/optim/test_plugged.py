@@ -10,14 +10,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from conf.schema import Config, OptimConfig
+from conf.schema import ClusterConfig, Config, Device, ModelConfig, OptimConfig
+from orchestra.config.rules.place_rules import trained_bytes
 from orchestra.errors import ConfigError
 from orchestra.model.plugged_loss import PluggedLoss
 from orchestra.optim.adamw import Trained
 from orchestra.optim.muon import Muon, orthogonalized
 from orchestra.optim.plugged import PluggedOptimizer, gather_nothing
+from orchestra.parallel.mesh import Mesh
 from orchestra.plugins import Plugin, load, option_problems
+from orchestra.sizes.flops import num_parameters
+from orchestra.sizes.memory import rank_bytes
+from orchestra.sizes.topology import Layout
+from orchestra.sizes.training_shape import checkpoint_bytes, training_shape
+from orchestra.train.build import build_model_and_optimizer
 from orchestra.train.check_plugins import look_at
+from orchestra.train.dry_build import exact_bytes
+from orchestra.train.state import TensorState
 
 NO = torch.zeros((), dtype=torch.bool)
 YES = torch.ones((), dtype=torch.bool)
@@ -185,6 +194,24 @@ def test_a_try_tells_the_state_and_whether_parameters_may_be_parted(
     assert found.state_bytes == pytest.approx(state_bytes)
     assert (found.parts_problem is None) is is_parted
     assert found.gathers is gathers
+
+
+def test_what_muon_keeps_is_counted_as_it_is_built() -> None:
+    optim = OptimConfig(target="orchestra.optim.muon:Muon", state_bytes_per_parameter=4.0)
+    model = ModelConfig(vocab_size=4096, num_hidden_layers=2)
+    config = Config(model=model, optim=optim, cluster=ClusterConfig(device=Device.cpu, gpus_per_node=1))
+    mesh = Mesh(0, Layout(1), Layout(1).coordinates(0), torch.device("cpu"), None)
+    built = build_model_and_optimizer(config, mesh)
+    shards = TensorState(built.parallelized, built.optimizer, mesh).snapshot()
+    saved = sum(shard.tensor.nbytes for shard in shards if shard.name.startswith(("model.", "optimizer.")))
+    masters = 4 * num_parameters(model)
+    # The norms of layers are counted as their matrices.
+    assert checkpoint_bytes(config) == pytest.approx(saved, rel=1e-3)
+    assert trained_bytes(config, 1) == pytest.approx(saved + masters, rel=1e-3)
+    shape = training_shape(config, Layout(1), is_gpu=False)
+    own, counted = rank_bytes(shape, shape.stages[0]), exact_bytes(config, 1)
+    assert own.optimizer == pytest.approx(saved - masters, rel=1e-3)
+    assert counted.optimizer == pytest.approx(saved - masters, rel=1e-3)
 
 
 class Together(torch.optim.SGD):

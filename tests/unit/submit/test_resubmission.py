@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 
 import pytest
+from support.command_line import CommandLine
 from support.fake_slurm import FakeSlurm
 
 from conf.schema import LauncherName
@@ -75,6 +76,24 @@ def files(folder: Path) -> dict[str, str]:
     """Return the texts of all files below a folder but those of a run's control."""
     found = (file for file in folder.rglob("*") if file.is_file() and file.parent.name != "control")
     return {str(file.relative_to(folder)): file.read_text() for file in found}
+
+
+def test_what_members_share_is_nothing_to_one_that_a_command_trains_alone(
+    tmp_path: Path, orchestra: CommandLine
+) -> None:
+    one = ["cluster.device=cpu", "cluster.gpus_per_node=1", f"run.dir={tmp_path}", "run.name=mine"]
+    words = [*one, "cluster.members_at_once=2", "train.micro_batch_size=auto"]
+    assert (
+        "members_at_once=2" in orchestra("run", "-m", "optim.lr=1e-3,1e-2", *words, "--dry-run", code=2).err
+    )
+    orchestra("run", *words, "--dry-run")
+    config = compose(words, Situation("run", is_alone=True)).config
+    request = RunRequest(config, signature(config), words)
+    run = prepare(request, planned_run(request, 0.0))
+    events = EventWriter(run, node_writer(0, 0), 0)
+    events.write("attempt_started", node=0)
+    events.write("failed", node=0, code=75, cause="StopRequested")
+    orchestra("resume", str(run.path), "--dry-run")
 
 
 def test_a_snapshot_holds_the_packages_as_they_lie_and_nothing_else(tree: Path, tmp_path: Path) -> None:

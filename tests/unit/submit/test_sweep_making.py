@@ -20,12 +20,14 @@ from support.fake_slurm import FakeSlurm
 from conf.schema import ClusterConfig, Config, Device, LauncherName, OptimConfig, RunConfig
 from orchestra.config.machine import signature
 from orchestra.errors import ConfigError
-from orchestra.run.config_file import read_config
+from orchestra.run.config_file import read_config, write_config
+from orchestra.run.events import EventWriter, node_writer
 from orchestra.run.paths import Sweep, SweepDir, read_sweep, to_json
 from orchestra.submit.claims import exclusively, refuse_busy_sweep, take_array
 from orchestra.submit.hand_over import SweepLedger, make, submit
 from orchestra.submit.job import Share
 from orchestra.submit.new_run import is_snapshot
+from orchestra.submit.site import Site
 from orchestra.submit.submission import PlannedMember, Submission, planned_sweep
 from orchestra.submit.sweeps.arrays import (
     Numbering,
@@ -39,6 +41,7 @@ from orchestra.submit.sweeps.arrays import (
     with_code,
 )
 from orchestra.submit.sweeps.members import ExistingSweep, same_sweep, sweeps_in
+from orchestra.submit.sweeps.submit_sweep import resume_action
 
 # No process of this machine has such a number.
 NOBODY = 2**22 + 1
@@ -310,6 +313,26 @@ def test_of_two_commands_that_go_on_with_a_sweep_one_submits_and_none_by_an_olde
     sweep.claim(1).write_text(json.dumps(claim))
     with pytest.raises(ConfigError, match="being submitted already"):
         take_array(sweep, record)
+
+
+def test_members_of_an_older_version_may_keep_what_a_new_run_may_not_have(
+    tmp_path: Path, fake_slurm: FakeSlurm
+) -> None:
+    fake_slurm.put("squeue")
+    sweep, record = made(tmp_path)
+    forget_claim(sweep)
+    for index in range(3):
+        run = sweep.member(index)
+        frozen = read_config(run.config)
+        # Of a model without experts; nobody asked about it once.
+        model = dataclasses.replace(frozen.model, num_experts_per_tok=4)
+        write_config(run.config, dataclasses.replace(frozen, model=model))
+        EventWriter(run, node_writer(0, 0), 0).write("failed", node=0, code=1, cause="Error")
+    action = resume_action(ExistingSweep(sweep, record), Site(None, is_dry=True), ("train.steps=2000",))
+    assert action.resume is not None
+    configs = [resumed.config for resumed in action.resume.members]
+    kept = [(each.train.steps, each.model.num_experts_per_tok) for each in configs if each is not None]
+    assert kept == [(2000, 4)] * 3
 
 
 def lock_of(parent: Path, pid: int) -> Path:

@@ -81,6 +81,28 @@ def test_losses_of_another_metric_are_not_what_the_best_are_compared_by(tmp_path
     assert steps_of(tmp_path) == [15, 20]
 
 
+def test_losses_on_other_data_are_not_what_the_best_are_compared_by_and_an_event_says_so(
+    tmp_path: Path,
+) -> None:
+    config = config_of(async_save=False, keep_last=1, keep_best=1)
+    config = replace(config, run=RunConfig(metric="eval/held_out/loss"))
+    first = begun(tmp_path, 0, config)
+    first.save(5, score=0.1)
+    first.save(10, score=0.5)
+    # The same evaluation goes on being compared.
+    again = begun(tmp_path, 1, config)
+    assert events(tmp_path, "best_begins_anew") == []
+    again.save(15, score=0.4)
+    assert steps_of(tmp_path) == [5, 15]
+    other = begun(tmp_path, 2, replace(config, eval=replace(config.eval, steps=1)))
+    (event,) = events(tmp_path, "best_begins_anew")
+    assert event["step"] == 15
+    assert event["saved"] != event["now"]
+    other.save(20, score=0.9)
+    other.save(25, score=1.0)
+    assert steps_of(tmp_path) == [20, 25]
+
+
 def test_a_place_of_another_run_is_refused_with_and_without_checkpoints(tmp_path: Path) -> None:
     settings = config_of(dir=str(tmp_path / "shared"), async_save=False)
     first = begun(tmp_path / "first", 0, settings)

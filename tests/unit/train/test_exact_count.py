@@ -193,8 +193,12 @@ def test_closed_forms_meet_the_count_of_mixtures(model: tuple[str, ...], choice:
         (QWEN3_MOE, ("parallelism=zero2",)),
         # All layers of the first stage are dense.
         (DEEPSEEK_V3, ("parallelism.pp=2", "parallelism.stages=[1,2]")),
+        (DEEPSEEK_V3, ("parallelism.cp=2", "train.seq_len=4096", "train.micro_batch_size=1")),
     ],
-    ids=["qwen3-moe", "deepseek-v3", "deepseek-v3-tp", "qwen3-moe-zero2", "deepseek-v3-dense-stage"],
+    ids=[
+        *("qwen3-moe", "deepseek-v3", "deepseek-v3-tp", "qwen3-moe-zero2", "deepseek-v3-dense-stage"),
+        "deepseek-v3-cp",
+    ],
 )
 def test_mixtures_are_counted_with_the_kernels_of_a_gpu(
     model: tuple[str, ...], choice: tuple[str, ...]
