@@ -640,15 +640,15 @@ def _messages(shape: TrainingShape, stage: PipelineStage, parts: RankParameters)
 
 
 def _units(shape: TrainingShape, stage: PipelineStage, parts: RankParameters) -> tuple[float, ...]:
-    """Return the sizes of the units that gradients are summed in, from the model's end: whole blocks with
-    ZeRO-3, else buckets of at least so many bytes; experts, whose units are their own, first. Without those
-    that no other rank has.
+    """Return the sizes of the units that gradients are summed in, from the model's end: whole blocks where
+    ZeRO-3 gathers them, else buckets of at least so many bytes; experts, whose units are their own, first.
+    Without those that no other rank has.
     """
     ends = (parts.after * stage.has_head, parts.before * stage.has_embedding)
     layers, mixtures = parts.layers_of(stage), parts.num_mixtures_of(stage)
     if shape.num_expert_shards == 1 and shape.layout.ep > 1:
         mixtures = 0
-    if shape.zero == 3:
+    if shape.zero == 3 and shape.num_shards > 1:
         experts = (sum(parts.of_experts),) * min(2, mixtures)
         largest = sorted(map(sum, layers))[-2:]
         return (*experts, ends[0], *largest, ends[1])

@@ -292,6 +292,12 @@ def test_a_table_that_is_a_unit_by_itself_in_a_pipeline_has_whole_gradients(word
     assert_alike(*both(*WORDS, *pipeline, *words, "precision=bf16"))
 
 
+def test_one_rank_of_zero_3_alone_updates_its_state_in_buckets() -> None:
+    """Nothing is gathered: units are not the model's blocks, and two of them lie in host memory."""
+    own, counted = both(*LAYERS, "parallelism.tp=8", "parallelism.zero=3", "precision=bf16", *ON_DISK)
+    assert own.host == pytest.approx(counted.host, rel=0.01)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [LAYERS, QWEN3_MOE], ids=["dense", "qwen3-moe"])
 def test_gradients_of_products_in_fp8_wait_where_a_schedule_takes_them_later(model: tuple[str, ...]) -> None:
