@@ -217,9 +217,10 @@ def rank_bytes(shape: TrainingShape, stage: PipelineStage) -> RankBytes:
         host, masters, moments = states + leaving, 0.0, 0.0
         parameters = 0.0 if options.offload is Offload.all and is_split else parameters
     gathered = _gathered(shape, parts, stage) * width.parameters if is_split else 0.0
+    whole_too = shape.table_apart(stage) * (1 - 1 / shards)
     return RankBytes(
         parameters=parameters,
-        gradients=(owned if shape.zero >= 2 else size) * width.gradients,
+        gradients=(owned + whole_too if shape.zero >= 2 else size) * width.gradients,
         masters=masters,
         optimizer=moments,
         step=step_bytes(shape, stage, parts),
@@ -285,8 +286,7 @@ def step_bytes(shape: TrainingShape, stage: PipelineStage, parts: RankParameters
     done = max(done, _update_bytes(shape, stage, parts) - ends)
     works = [_work_of(shape, stage, layers, parts) for layers in stage.chunks]
     if shape.layout.pp == 1:
-        (only,) = works
-        return only.at_most(0.0, ends, done)
+        return works[0].at_most(0.0, ends, done)
     # What arrives is asked for one pass ahead: a message of each kind.
     ends += 2 * hidden
     moments = []
@@ -412,8 +412,9 @@ def _replayed_bytes(shape: TrainingShape, stage: PipelineStage, parts: RankParam
 
 
 def _made_in(shape: TrainingShape) -> int:
-    """Return the bytes of an element of the gradients as a micro-batch makes them."""
-    gradient, is_whole = widths(shape.precision).gradients, shape.zero < 2 or shape.num_shards == 1
+    """Return the bytes of an element of the output matrix' gradients as a micro-batch makes them."""
+    gradient = widths(shape.precision).gradients
+    is_whole = shape.zero < 2 or shape.num_shards == 1 or shape.has_table_apart
     return gradient if is_whole else shape.options.reduce_bytes or gradient
 
 
@@ -607,9 +608,10 @@ def _loss_bytes(shape: TrainingShape) -> float:
 
 def _gathered(shape: TrainingShape, parts: RankParameters, stage: PipelineStage) -> float:
     """Return the elements of the buffers of ZeRO-3: two for layers, two for their experts unless one rank has
-    them alone, and one that both ends share.
+    them alone, and one that both ends share; in a pipeline each end has its own.
     """
-    ends = max(parts.before * stage.has_embedding, parts.after * stage.has_head)
+    both = (parts.before * stage.has_embedding, parts.after * stage.has_head)
+    ends = max(both) if shape.layout.pp == 1 else sum(both)
     layers = [sum(tensors) for tensors in parts.layers_of(stage)[::-1]]
     # Layers take turns, from the model's end on: each buffer is as large as the largest of its own.
     own = max(layers[::2], default=0) + max(layers[1::2], default=0)
@@ -622,32 +624,33 @@ def _messages(shape: TrainingShape, stage: PipelineStage, parts: RankParameters)
     """Return the memory that sums of gradients over ranks take besides, and keep once they have it."""
     width, options, shards = widths(shape.precision), shape.options, shape.num_shards
     reduce = options.reduce_bytes or width.gradients
-    num_ranks = shape.layout.dp * shape.layout.cp
-    if num_ranks == 1 or shape.zero == 0 or shards == 1:
+    if shape.zero == 0 or shards == 1:
         return 0.0
     units = _units(shape, stage, parts)
     # gloo's ranks send each other their parts of a unit.
     direct = 0.0 if options.is_gpu else max(units) * (shards - 1) / shards
-    # A unit that fills waits for the memory of the one that is summed.
-    filling = max(units) if shape.zero >= 2 else 0.0
+    # A unit that fills waits for the memory of the one that is summed; a table apart is summed where it is.
+    others = shape.without_table_apart(stage, parts)
+    filling = max(_units(shape, stage, others)) if shape.zero >= 2 else 0.0
     if shape.zero == 2:
-        filling = max(filling, _filling_at_experts(shape, stage, parts))
-    if shape.zero >= 2 and shape.model.tie_word_embeddings and stage.has_embedding and stage.has_head:
+        filling = max(filling, _filling_at_experts(shape, stage, others))
+    is_tied = shape.model.tie_word_embeddings and shape.layout.pp == 1
+    if shape.zero >= 2 and is_tied and stage.has_embedding and stage.has_head:
         # The loss begins the unit of a tied table, and the embedding, last in the backward pass, ends it.
         filling = max(filling, units[-1] + max(units[:-1], default=0.0))
     return (filling + direct) * reduce
 
 
 def _units(shape: TrainingShape, stage: PipelineStage, parts: RankParameters) -> tuple[float, ...]:
-    """Return the sizes of the units that gradients are summed in, from the model's end: whole blocks with
-    ZeRO-3, else buckets of at least so many bytes; experts, whose units are their own, first. Without those
-    that no other rank has.
+    """Return the sizes of the units that gradients are summed in, from the model's end: whole blocks where
+    ZeRO-3 gathers them, else buckets of at least so many bytes; experts, whose units are their own, first.
+    Without those that no other rank has.
     """
     ends = (parts.after * stage.has_head, parts.before * stage.has_embedding)
     layers, mixtures = parts.layers_of(stage), parts.num_mixtures_of(stage)
     if shape.num_expert_shards == 1 and shape.layout.ep > 1:
         mixtures = 0
-    if shape.zero == 3:
+    if shape.zero == 3 and shape.num_shards > 1:
         experts = (sum(parts.of_experts),) * min(2, mixtures)
         largest = sorted(map(sum, layers))[-2:]
         return (*experts, ends[0], *largest, ends[1])

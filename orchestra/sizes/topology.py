@@ -151,7 +151,7 @@ def layout_problems(
     parallelism: ParallelismConfig, world_size: int, num_experts: int | None = None
 ) -> Iterator[str]:
     """Yield what keeps the degrees from giving a layout of so many ranks. `num_experts`: as in `layout`."""
-    wrong = list(_degree_problems(parallelism))
+    wrong = list(degree_problems(parallelism))
     yield from wrong
     if wrong:
         return
@@ -206,7 +206,8 @@ def sharding_problems(parallelism: ParallelismConfig, dp: int | None) -> Iterato
         yield f"parallelism.shard_degree={degree} does not divide {product}; use {listed(fitting)}"
 
 
-def _degree_problems(parallelism: ParallelismConfig) -> Iterator[str]:
+def degree_problems(parallelism: ParallelismConfig) -> Iterator[str]:
+    """Yield which degrees of the axes are none, whatever the number of ranks."""
     for axis in ("dp", "tp", "pp", "cp", "ep"):
         degree = getattr(parallelism, axis)
         if axis == "dp" and degree == "auto":

@@ -7,7 +7,7 @@ adds the device, the network and the trainer.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from conf.schema import (
@@ -34,7 +34,12 @@ from orchestra.sizes.flops import (
     value_width,
     without_experts,
 )
-from orchestra.sizes.pipeline_schedule import PipelineShape, pipeline_shape, shape_of_pipeline
+from orchestra.sizes.pipeline_schedule import (
+    PipelineShape,
+    pipeline_shape,
+    shape_of_pipeline,
+    splits_backward,
+)
 from orchestra.sizes.stage_cut import cut_layers, ranges_of
 from orchestra.sizes.topology import Layout, batch_shape, divisors, rank_share
 from orchestra.sizes.units import GIB, MIB
@@ -342,6 +347,26 @@ class TrainingShape:
     def pipeline(self) -> PipelineShape:
         """Which rank of the pipeline has which stages."""
         return shape_of_pipeline(self.schedule, self.layout.pp, self.virtual_stages)
+
+    @property
+    def has_table_apart(self) -> bool:
+        """Whether ranks of a pipeline have a table that is a unit by itself, tied or with gradients of
+        weights that are taken later: its gradients accumulate in full until the step ends.
+        """
+        return self.layout.pp > 1 and (self.model.tie_word_embeddings or splits_backward(self.schedule))
+
+    def table_apart(self, stage: PipelineStage) -> int:
+        """Return the elements of that table on a rank; 0 where there is none."""
+        is_here = stage.has_head or (stage.has_embedding and self.model.tie_word_embeddings)
+        table = math.ceil(self.model.vocab_size / self.layout.tp) * self.model.hidden_size
+        return table if self.has_table_apart and is_here else 0
+
+    def without_table_apart(self, stage: PipelineStage, parts: RankParameters) -> RankParameters:
+        """Return what else a rank of a stage has."""
+        table = self.table_apart(stage)
+        if stage.has_embedding and self.model.tie_word_embeddings:
+            return replace(parts, before=parts.before - table)
+        return replace(parts, after=parts.after - table)
 
     @property
     def stages(self) -> tuple[PipelineStage, ...]:

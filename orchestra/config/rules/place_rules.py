@@ -233,7 +233,7 @@ def _problems_of_offload(config: Config, given: str) -> Iterator[str]:
         yield f"parallelism.offload_dir={given} {found}; make it, or give another one"
         return
     ranks = world_size(config)
-    if ranks is None:
+    if ranks is None or config.model.num_attention_heads < 1:
         return
     needed = state_on_disk_bytes(config, ranks)
     free = shutil.disk_usage(folder).free

@@ -29,6 +29,7 @@ from orchestra.sizes.stage_cut import stages_problems
 from orchestra.sizes.topology import (
     batch_problems,
     batch_shape,
+    degree_problems,
     divisors,
     has_open_micro_batch,
     layout_problems,
@@ -79,7 +80,7 @@ def rule_tensor_parallel(config: Config, _: Situation) -> Iterator[str]:
         return
     sizes = {"num_attention_heads": heads, **inner_widths(model)}
     for name, size in sizes.items():
-        if size % tp:
+        if size > 0 and size % tp:
             # Beyond 64 nobody splits a layer.
             fitting = listed([degree for degree in divisors(size) if degree <= 64])
             yield f"parallelism.tp={tp} does not divide model.{name}={size}; use {fitting}"
@@ -199,8 +200,8 @@ def rule_layout(config: Config, _: Situation) -> Iterator[str]:
     ranks = world_size(config)
     if ranks is not None:
         yield from layout_problems(parallelism, ranks, config.model.num_experts)
-    elif isinstance(parallelism.dp, str) and parallelism.dp != "auto":
-        yield f"parallelism.dp={parallelism.dp} is not a degree; use auto or a whole number of at least 1"
+    else:
+        yield from degree_problems(parallelism)
 
 
 def rule_sharding(config: Config, _: Situation) -> Iterator[str]:
@@ -208,7 +209,7 @@ def rule_sharding(config: Config, _: Situation) -> Iterator[str]:
     parallelism, degree = config.parallelism, config.parallelism.shard_degree
     if parallelism.zero == 0 and degree is not None and degree >= 1:
         yield f"parallelism.shard_degree={degree} needs parallelism.zero=1, 2 or 3; set it, or use null"
-    if world_size(config) is None:
+    if world_size(config) is None and not any(degree_problems(parallelism)):
         yield from sharding_problems(parallelism, None)
 
 
@@ -231,8 +232,10 @@ def rule_offload(config: Config, _: Situation) -> Iterator[str]:
 def rule_fp8(config: Config, _: Situation) -> Iterator[str]:
     """cuBLAS takes fp8 matrices whose sizes 16 divides."""
     precision, model, tp = config.precision, config.model, config.parallelism.tp
-    heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
-    if precision.name is not PrecisionName.fp8 or not _positive(heads, kv_heads, tp, model.hidden_size):
+    heads, kv_heads, seq_len = model.num_attention_heads, model.num_key_value_heads, config.train.seq_len
+    if precision.name is not PrecisionName.fp8 or not _positive(
+        heads, kv_heads, tp, model.hidden_size, seq_len
+    ):
         return
     if 2 * precision.fp8_bf16_blocks >= model.num_hidden_layers:
         yield (
@@ -248,7 +251,7 @@ def rule_fp8(config: Config, _: Situation) -> Iterator[str]:
         **_fp8_output(config),
     }
     for name, size in sizes.items():
-        if size % FP8_MULTIPLE:
+        if size > 0 and size % FP8_MULTIPLE:
             yield (
                 f"precision=fp8 takes products of sizes that {FP8_MULTIPLE} divides, and {name} = {size} is "
                 f"not one; use {listed(nearest_multiples(size, FP8_MULTIPLE))}, or precision=bf16"
@@ -450,7 +453,8 @@ def rule_recompute(config: Config, _: Situation) -> Iterator[str]:
 def _budget_problems(config: Config, budget_gib: float) -> Iterator[str]:
     """What no rank could hold; without a known layout or micro-batch the ranks say it when they begin."""
     model, parallelism, dp = config.model, config.parallelism, data_parallel(config)
-    sizes = (model.num_attention_heads, model.num_key_value_heads, config.train.seq_len, parallelism.tp)
+    heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
+    sizes = (model.hidden_size, heads, kv_heads, config.train.seq_len, parallelism.tp)
     if dp is None or config.train.micro_batch_size == "auto" or not _positive(*sizes):
         return
     try:

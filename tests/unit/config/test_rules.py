@@ -217,6 +217,44 @@ def test_impossible_sizes_break_no_other_rule_by_accident() -> None:
         assert len(problems_of(config, CPU)) > len(names) / 2
 
 
+# What makes rules divide by other sizes: each is refused by itself where a number in it is too small.
+_DEGREES = ["parallelism.tp", "parallelism.pp", "parallelism.cp", "parallelism.ep"]
+_MIXTURE: Change = {
+    "model.num_experts": 4,
+    "model.moe_intermediate_size": 64,
+    "model.shared_expert_intermediate_size": 64,
+    "parallelism.ep": 2,
+    "parallelism.tp": 2,
+}
+_ON_CLUSTER = {"cluster.device": "cuda", "cluster.launcher": "slurm"}
+_ON_DISK = {"parallelism.offload": "optimizer_disk", "parallelism.offload_dir": "/tmp"}
+_OF_MANY_SIZES: list[Change] = [
+    {
+        "cluster.gpus_per_node": 4,
+        **_MIXTURE,
+        **_ON_CLUSTER,
+        "train.global_batch_tokens": 4096,
+        "precision.name": "fp8",
+    },
+    {"parallelism.zero": 3, "parallelism.shard_degree": 4, **_MIXTURE, **_ON_CLUSTER},
+    {"train.recompute_budget_gib": 1.0, "parallelism.tp": 2, "cluster.device": "cpu", **_ON_DISK},
+]
+
+
+@pytest.mark.parametrize("base", _OF_MANY_SIZES)
+def test_a_number_that_is_too_small_is_refused_in_words_by_all_rules(base: Change) -> None:
+    """Also where other keys make rules divide by it, and where nobody knows the ranks."""
+    config = changed(base)
+    for name in [*WITH_A_LEAST, *_DEGREES]:
+        least, _ = value_rules._BOUNDS.get(name, (1, None))
+        section, *inner, key = name.split(".")
+        if inner or least is None:
+            continue
+        wrong = replace(getattr(config, section), **{key: least - 1})
+        problems = problems_of(replace(config, **{section: wrong}), LAPTOP)
+        assert any(f"{name}={least - 1} is " in problem for problem in problems), problems
+
+
 @pytest.mark.parametrize(
     ("verb", "starts", "is_refused"),
     [("run", True, True), ("resume", True, True), ("run", False, False), ("plan", False, False)],

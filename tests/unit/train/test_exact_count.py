@@ -281,6 +281,27 @@ def test_the_first_rank_of_a_pipeline_holds_what_its_schedule_says(words: tuple[
     assert_alike(*both(*LAYERS, "model.num_hidden_layers=8", "parallelism.pp=2", *words))
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("parallelism.schedule=zbv", "parallelism.zero=3", "model.tie_word_embeddings=false"),
+        pytest.param(("parallelism.schedule=zbv", "parallelism.zero=3"), marks=pytest.mark.slow),
+        pytest.param(("parallelism.schedule=1f1b", "parallelism.zero=2"), marks=pytest.mark.slow),
+    ],
+    ids=["zbv", "zbv-tied", "1f1b-tied"],
+)
+def test_a_table_that_is_a_unit_by_itself_in_a_pipeline_has_whole_gradients(words: tuple[str, ...]) -> None:
+    """And where a rank has both ends of the model, ZeRO-3 gathers each into memory of its own."""
+    pipeline = ("model.num_hidden_layers=4", "parallelism.pp=2", "train.loss_chunk_tokens=512")
+    assert_alike(*both(*WORDS, *pipeline, *words, "precision=bf16"))
+
+
+def test_one_rank_of_zero_3_alone_updates_its_state_in_buckets() -> None:
+    """Nothing is gathered: units are not the model's blocks, and two of them lie in host memory."""
+    own, counted = both(*LAYERS, "parallelism.tp=8", "parallelism.zero=3", "precision=bf16", *ON_DISK)
+    assert own.host == pytest.approx(counted.host, rel=0.01)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [LAYERS, QWEN3_MOE], ids=["dense", "qwen3-moe"])
 def test_gradients_of_products_in_fp8_wait_where_a_schedule_takes_them_later(model: tuple[str, ...]) -> None:
