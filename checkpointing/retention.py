@@ -135,6 +135,15 @@ def _outdated(there: Sequence[CommittedCheckpoint], upcoming: int, policy: Reten
     return [step for step in removed if newest is not None and step != newest]
 
 
+def is_same_score(saved: str | None, now: str | None) -> bool:
+    """Whether scores of two names may be compared. What follows a space in a name tells how it is measured;
+    a name without it, as older versions wrote it, is that of any.
+    """
+    if saved is None or now is None:
+        return True
+    return saved in (now, now.partition(" ")[0])
+
+
 def _as_kept(storage: Storage, checkpoint: StoredCheckpoint, score_of: str | None) -> CommittedCheckpoint:
     """Look at a checkpoint as far as that is cheap: its manifest, and the sizes of its files."""
     try:
@@ -143,7 +152,7 @@ def _as_kept(storage: Storage, checkpoint: StoredCheckpoint, score_of: str | Non
     except DamagedError:
         return CommittedCheckpoint(checkpoint.step, is_intact=False)
     score, of = manifest.state.get("score"), manifest.state.get("score_of")
-    if not isinstance(score, int | float) or (None not in (of, score_of) and of != score_of):
+    if not isinstance(score, int | float) or not is_same_score(of, score_of):
         return CommittedCheckpoint(checkpoint.step)
     return CommittedCheckpoint(checkpoint.step, float(score))
 

@@ -24,6 +24,7 @@ from checkpointing.manifest import Manifest
 from checkpointing.peers import Peers
 from checkpointing.plans import grouped
 from checkpointing.restore import RestoredCheckpoint, fetch
+from checkpointing.retention import is_same_score
 from checkpointing.shards import Shard, torch_dtype
 from conf.schema import ModelConfig, RollBackConfig
 from orchestra.errors import DataError, TrainingError, UnusableCheckpointError
@@ -322,7 +323,7 @@ class StartingPoint:
     def _announce_other_scores(self, restored: RestoredCheckpoint) -> None:
         """Tell where checkpoint.keep_best begins anew: what is saved from here on has other scores."""
         saved, now = restored.state.get("score_of"), self.context.score_of
-        if self.context.settings.keep_best and saved not in (None, now):
+        if self.context.settings.keep_best and not is_same_score(saved, now):
             evidence = {"step": restored.step, "saved": saved, "now": now}
             self.context.record("best_begins_anew", evidence)
 

@@ -233,8 +233,8 @@ def num_samples(config: EvalConfig, batch_size: int) -> int | None:
 
 
 def score_of(config: Config, dp: int) -> str:
-    """Return which loss checkpoint.keep_best compares on `dp` data-parallel ranks: its column, and where that
-    does not say it all a digest of what it is measured by and on. Raises DataError, ConfigError.
+    """Return which loss checkpoint.keep_best compares on `dp` data-parallel ranks: its column, and a digest
+    of what it is measured by and on. Raises DataError, ConfigError.
     """
     column, train = score_column(config.run.metric), config.train
     measured: list[Any] = [] if train.loss is None else [train.loss, train.loss_options]
@@ -243,7 +243,5 @@ def score_of(config: Config, dp: int) -> str:
         limit = num_samples(config.eval, global_batch_size(train, dp))
         masks = config.data.document_masks
         measured += [content_of(sources[column]), limit, train.seq_len, masks]
-    if not measured:
-        return column
     text = json.dumps(measured, sort_keys=True, default=str)
     return f"{column} {hashlib.sha256(text.encode()).hexdigest()[:16]}"

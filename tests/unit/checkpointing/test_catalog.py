@@ -308,10 +308,11 @@ def test_pruning_removes_by_the_policy_and_counts_only_intact_ones(storage: Stor
 
 
 def test_pruning_compares_no_score_with_that_of_something_else(storage: Storage) -> None:
-    for step, state in enumerate([{"score_of": "a"}, {"score_of": "b"}, {}, {"score_of": "b"}], start=1):
-        write(storage, step, state={"score": float(step), **state})
-    assert prune(storage, RetentionPolicy(keep_last=1, keep_best=2, score_of="b")) == [1]
-    assert prune(storage, RetentionPolicy(keep_last=1, keep_best=1)) == [3]
+    """Nor with one that is measured otherwise; older versions did not say how."""
+    for step, name in enumerate(["a", "b 1", None, "b", "b 2"], start=1):
+        write(storage, step, state={"score": float(step), **({} if name is None else {"score_of": name})})
+    assert prune(storage, RetentionPolicy(keep_last=1, keep_best=2, score_of="b 2")) == [1, 2]
+    assert prune(storage, RetentionPolicy(keep_last=1, keep_best=1)) == [4]
 
 
 def test_pruning_reads_a_checkpoint_that_stays_only_once(

@@ -65,7 +65,10 @@ def test_it_follows_what_alters_the_number_and_nothing_else() -> None:
     assert {score_of(other, 1) for other in same} == {before}
 
 
-def test_the_loss_of_the_training_has_the_name_of_its_column() -> None:
+def test_the_loss_of_the_training_is_another_one_where_somebody_elses_is_trained() -> None:
     config = config_of({"wiki": {"source": "stdlib"}}, metric="loss")
-    assert score_of(config, 1) == "loss"
-    assert score_of(replace(config, train=replace(config.train, loss="my.losses:focal")), 1) != "loss"
+    assert score_of(config, 1).startswith("loss ")
+    assert score_of(replace(config, eval=replace(config.eval, steps=3)), 1) == score_of(config, 1)
+    assert score_of(replace(config, train=replace(config.train, loss="my.losses:focal")), 1) != score_of(
+        config, 1
+    )
