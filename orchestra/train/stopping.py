@@ -21,6 +21,7 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -55,6 +56,13 @@ class TraceOrder:
     token: str
 
 
+def _device_of(folder: Path) -> int:
+    """Return the number of the file system that a folder is on, or would be. Raises OSError."""
+    while not folder.exists():
+        folder = folder.parent
+    return folder.stat().st_dev
+
+
 class RequestWatch:
     """Looks for requests to stop one attempt, or to trace it, once a second, in a thread. *Rank 0 only*.
 
@@ -67,8 +75,9 @@ class RequestWatch:
         self._attempt = attempt
         self._is_over = threading.Event()
         self.seen: StopRequest | None = None
-        # When its records were there last; None: never.
+        # When its records were there last, and on which file system; None: never.
         self._there_at: float | None = None
+        self._device: int | None = None
         # Requests to trace that nobody has taken yet, and the tokens of all that were seen.
         self._traces: deque[ProfileRequest] = deque()
         self._tokens: set[str] = set()
@@ -96,8 +105,11 @@ class RequestWatch:
         now = time.monotonic()
         # Folders are made anew by whoever writes into them.
         if self._run.config.exists():
-            self._there_at = now
+            self._there_at, self._device = now, _device_of(self._run.path)
         if self._there_at is None or now - self._there_at < AWAY_S:
+            return None
+        # What is not mounted comes back.
+        if _device_of(self._run.path) != self._device:
             return None
         return stop_requests.new_request(self._attempt, stop_requests.REMOVED)
 

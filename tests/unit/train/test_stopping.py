@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from itertools import pairwise
 from pathlib import Path
 
@@ -67,6 +68,34 @@ def test_a_run_whose_directory_is_away_for_long_stops(
     assert [seen_after(20.0), seen_after(20.0)] == [None, None]
     shutil.rmtree(run.path)
     assert [seen_after(29.0), seen_after(2.0)] == [None, "run directory removed"]
+
+
+def test_a_run_whose_file_system_is_away_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = [0.0]
+    monkeypatch.setattr(stopping.time, "monotonic", lambda: seconds[0])
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as mounted:
+        mount_point = tmp_path / "runs"
+        mount_point.symlink_to(mounted)
+        run = RunDir(mount_point / "first")
+        if Path(mounted).stat().st_dev == tmp_path.stat().st_dev:
+            pytest.skip("needs /dev/shm and the temporary folder on two file systems")
+        run.path.mkdir()
+        run.config.write_text("")
+        watch = RequestWatch(run, 1)
+        watch._look()
+        mount_point.unlink()
+        mount_point.mkdir()
+        for written in (False, True):
+            if written:
+                run.times.mkdir(parents=True)
+            seconds[0] += 100.0
+            watch._look()
+            assert watch.seen is None
+        shutil.rmtree(mount_point)
+        mount_point.symlink_to(mounted)
+        shutil.rmtree(run.path)
+        watch._look()
+        assert watch.seen is not None
 
 
 def test_the_clock_asks_for_a_save_each_time_its_seconds_have_passed(
