@@ -15,6 +15,7 @@ from orchestra.data.tokenizer import BYTES, ByteTokenizer, HuggingFaceTokenizer,
 from orchestra.errors import EXIT_DONE, ConfigError, DataError
 from orchestra.plugins import is_plugin
 
+_MOST = 2**62
 _EXPLAINED = """\
   orchestra generate RUN "def main("           another sample with each --seed
   orchestra generate RUN "def main(" --greedy  the likeliest token each time
@@ -37,7 +38,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--top-p",
-        type=_number(float, 0, 1),
+        type=_share,
         default=1.0,
         metavar="P",
         help="of the likeliest only (default: 1)",
@@ -49,18 +50,29 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.epilog = _EXPLAINED
 
 
-def _number(kind: type[int] | type[float], least: float, most: float = 2**62) -> Callable[[str], float]:
+def _number(kind: type[int] | type[float], least: float) -> Callable[[str], float]:
     def read(text: str) -> float:
         try:
             value = kind(text)
         except ValueError:
             value = None
-        if value is None or not least <= value <= most:
-            limits = f"{least} or more" if most == 2**62 else f"{least} to {most}"
+        if value is None or not least <= value <= _MOST:
+            limits = f"at most {_MOST}" if value is not None and value > _MOST else f"{least} or more"
             raise ArgumentTypeError(f"{text!r}: give a number, {limits}")
         return value
 
     return read
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 1:
+        # No token could be drawn from no share at all.
+        raise ArgumentTypeError(f"{text!r}: give a number above 0, at most 1; --greedy takes the likeliest")
+    return value
 
 
 def run(arguments: Namespace) -> int:

@@ -129,7 +129,7 @@ def _with_ranges(overrides: Sequence[str]) -> Iterator[str]:
     """Yield the overrides, cluster.nodes=4..8 as what it stands for."""
     for text in overrides:
         match = _NODE_RANGE.fullmatch(text.strip())
-        if match is None:
+        if match is None or int(match["least"]) > int(match["most"]):
             yield text
             continue
         least, most = match["least"], match["most"]
@@ -363,6 +363,8 @@ def _value_problems(override: Override, scratch: Scratch) -> Iterator[str]:
         yield unknown_key(name)
     elif not _raw(override) and not key.is_free and not takes_text(key):
         yield empty(key, name)
+    elif (match := _NODE_RANGE.fullmatch(str(text))) is not None:
+        yield f"{text}: the range ends below its begin; use {name}={match['most']}..{match['least']}"
     else:
         plain = _plain(override)
         meant = override if plain is None else replace(override, _value=plain)

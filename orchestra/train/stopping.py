@@ -21,6 +21,7 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,8 @@ from orchestra.run.paths import RunDir
 
 # How often rank 0 looks into the folder of requests.
 LOOK_S = 1.0
+# For how long a run's records must be away: what is mounted when it is used may be late.
+AWAY_S = 30.0
 # What a round is to span.
 ROUND_S = 0.5
 
@@ -53,14 +56,28 @@ class TraceOrder:
     token: str
 
 
+def _device_of(folder: Path) -> int:
+    """Return the number of the file system that a folder is on, or would be. Raises OSError."""
+    while not folder.exists():
+        folder = folder.parent
+    return folder.stat().st_dev
+
+
 class RequestWatch:
-    """Looks for requests to stop one attempt, or to trace it, once a second, in a thread. *Rank 0 only*."""
+    """Looks for requests to stop one attempt, or to trace it, once a second, in a thread. *Rank 0 only*.
+
+    A run whose directory was removed or renamed is known to nobody, and no command finds it to cancel it: it
+    saves and stops as if it were asked to.
+    """
 
     def __init__(self, run: RunDir, attempt: int) -> None:
         self._run = run
         self._attempt = attempt
         self._is_over = threading.Event()
         self.seen: StopRequest | None = None
+        # When its records were there last, and on which file system; None: never.
+        self._there_at: float | None = None
+        self._device: int | None = None
         # Requests to trace that nobody has taken yet, and the tokens of all that were seen.
         self._traces: deque[ProfileRequest] = deque()
         self._tokens: set[str] = set()
@@ -78,11 +95,23 @@ class RequestWatch:
     def _look(self) -> None:
         # A file system that fails now may answer the next time; the training does not need it here.
         with contextlib.suppress(OSError):
-            self.seen = stop_requests.read_request(self._run, self._attempt)
+            self.seen = stop_requests.read_request(self._run, self._attempt) or self._removal()
             for request in profile_requests.read_requests(self._run, self._attempt):
                 if request.token not in self._tokens:
                     self._tokens.add(request.token)
                     self._traces.append(request)
+
+    def _removal(self) -> StopRequest | None:
+        now = time.monotonic()
+        # Folders are made anew by whoever writes into them.
+        if self._run.config.exists():
+            self._there_at, self._device = now, _device_of(self._run.path)
+        if self._there_at is None or now - self._there_at < AWAY_S:
+            return None
+        # What is not mounted comes back.
+        if _device_of(self._run.path) != self._device:
+            return None
+        return stop_requests.new_request(self._attempt, stop_requests.REMOVED)
 
     def take_trace(self) -> ProfileRequest | None:
         """Return the oldest request to trace that was not taken yet."""

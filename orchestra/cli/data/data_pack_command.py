@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shlex
 import sys
 from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING
@@ -130,4 +131,8 @@ def _print_result(result: PackResult, *, as_json: bool) -> None:
         f"{result.num_documents:,}, files {result.num_files:,}, text {megabytes:,.1f} MB in "
         f"{result.seconds:.1f} s ({megabytes / result.seconds:,.1f} MB/s)"
     )
-    print(f"train on it: orchestra run data=tokens data.path={result.prefix}")
+    from orchestra.huggingface.folder import shown
+
+    # As the shell, and then Hydra, reads it back.
+    chosen = shlex.quote(f"data.path={shown(result.prefix)}")
+    print(f"train on it: orchestra run data=tokens {chosen}")

@@ -5,6 +5,7 @@ It follows a run over restarts and through Slurm's queue, and only reads.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from argparse import ArgumentParser, Namespace
@@ -13,7 +14,7 @@ from pathlib import Path
 from launchers.slurm.queue import RUNNING, UNKNOWN, Questions
 from orchestra.cli.text.describe import invocation, shown
 from orchestra.cli.text.resolve import add_directory_option, resolve
-from orchestra.errors import EXIT_DONE, ConfigError
+from orchestra.errors import EXIT_DONE, ConfigError, OrchestraError
 from orchestra.recovery.history import attempt_of, last_attempt
 from orchestra.recovery.incidents import first_failure
 from orchestra.report.run_state import RunState, name_of, read_state
@@ -73,7 +74,13 @@ class _StateFollower:
         self._said: str | None = None
 
     def goes_on(self) -> bool:
-        """Whether more may be written: the run trains, waits, or nobody can say that it does not."""
+        """Whether more may be written: the run trains, waits, or nobody can say that it does not.
+
+        Raises OrchestraError where the run's directory was removed or renamed.
+        """
+        with contextlib.suppress(OSError):
+            if not (self._run.record.exists() or self._run.config.exists()):
+                raise OrchestraError(f"{shown(self._run.path)} was removed: there is nothing more to follow")
         own = read_state(self._run, time.time())
         may_go_on_by_itself = own.state in (RunPhase.unknown, RunPhase.died, RunPhase.stopped)
         is_open = own.state.is_alive or may_go_on_by_itself or own.restart is not None

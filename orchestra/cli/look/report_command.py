@@ -61,6 +61,9 @@ def run(arguments: Namespace) -> int:
     targets = [resolve_target(text, arguments.dir) for text in arguments.runs]
     if arguments.serve:
         return _serve(targets, arguments)
+    if arguments.output is not None and arguments.output.is_dir():
+        # An empty one too: Path takes it for the working directory.
+        raise ConfigError(f"--output {arguments.output}: it is a folder; give a file's name")
     place = arguments.output or targets[0].report
     data = page_data(targets, time.time(), None if arguments.json else place.parent)
     if arguments.json:

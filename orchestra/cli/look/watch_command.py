@@ -113,6 +113,12 @@ def run(arguments: Namespace) -> int:
         raise ConfigError(f"--prometheus {file}: node_exporter reads files that end with .prom")
     if arguments.every <= 0:
         raise ConfigError(f"--every {arguments.every:g}: expected seconds above 0")
+    if not 0 <= arguments.min_goodput <= 1:
+        raise ConfigError(
+            f"--min-goodput {arguments.min_goodput:g}: expected a share from 0 to 1, such as 0.8"
+        )
+    if not arguments.disk_gib >= 0:
+        raise ConfigError(f"--disk-gib {arguments.disk_gib:g}: expected 0 or more")
     targets = list(dict.fromkeys(resolve_target(text, arguments.dir) for text in arguments.runs))
     watch = Watch(
         limits=replace(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import shlex
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from typing import Any
@@ -24,6 +24,8 @@ from orchestra.config.keys import shown
 from orchestra.config.machine import Situation, world_size
 from orchestra.config.overrides import Checked, check_overrides
 from orchestra.config.rules.all_rules import problems_of
+from orchestra.config.rules.plugin_rules import rule_block, rule_optimizer
+from orchestra.config.rules.shape_rules import rule_fp8, rule_in_pipeline
 from orchestra.errors import EXIT_DONE, EXIT_FAILED, ConfigError
 from orchestra.plan.assemble import for_planning
 from orchestra.plan.case import PlanCase
@@ -44,6 +46,8 @@ _KNOB_WIDTH = 26
 # Shares below this are shown as none.
 _SAME = 5e-4
 _WIDER = "tp beyond a node and cp into short pieces too, since nothing fits otherwise"
+# What depends on the layout and is nothing that the planner counts.
+_OF_LAYOUTS = (rule_in_pipeline, rule_fp8, rule_optimizer, rule_block)
 # What binds, in one word for a column.
 _SHORT = {
     "collectives in the layers": "collectives",
@@ -77,7 +81,7 @@ def _run(arguments: Namespace) -> int:
         raise ConfigError(f"--top {top}: expected 1 or more")
     request = ask(arguments.overrides)
     space = space_of(request.config, arguments.framework or OWN, request.num_sequences, request.fixed)
-    result = search(space, top, runs_today)
+    result = search(space, top, runs_today(request.config))
     if not result.num_layouts:
         raise ConfigError(request.broken or _no_layout(request))
     print_result(arguments, lambda: _facts(request, result), lambda: _lines(request, result))
@@ -178,7 +182,7 @@ def _lines(request: SearchRequest, result: SearchResult) -> list[str]:
     header = [*_header(request, result), ""]
     if not result.ranked:
         return [*header, *_nothing_fits(request, result)]
-    return [*header, *_ranked(result), "", *_best(request, result), "", *_pareto(result)]
+    return [*header, *_ranked(request, result), "", *_best(request, result), "", *_pareto(result)]
 
 
 def _header(request: SearchRequest, result: SearchResult) -> list[str]:
@@ -199,12 +203,12 @@ def _header(request: SearchRequest, result: SearchResult) -> list[str]:
     ]
 
 
-def _ranked(result: SearchResult) -> list[str]:
+def _ranked(request: SearchRequest, result: SearchResult) -> list[str]:
     best_s = result.ranked[0].time.total
-    rows = []
+    rows, runs = [], runs_today(request.config)
     for layout in result.ranked:
         slower, binding = best_s / layout.time.total - 1, bounds(result.space, layout)[0].name
-        mark = "*" if runs_today(layout.case) else ""
+        mark = "*" if runs(layout.case) else ""
         share = "-" if abs(slower) < _SAME else f"{100 * slower:.1f}%"
         rows.append((mark, *layout_words.row(layout), share, _SHORT.get(binding, binding)))
     lines = layout_words.table(("", *layout_words.HEADER, "vs best", "bound by"), rows)
@@ -221,13 +225,8 @@ def _best(request: SearchRequest, result: SearchResult) -> list[str]:
     lines.append("# orchestra's trainer cannot run this one yet; in full:")
     lines += [*command(request, best.case, "plan"), ""]
     if runs is None:
-        none = "no layout that fits runs on orchestra's trainer today"
-        return [
-            *lines,
-            *_wrapped(
-                "today", f"{none}: all of them are pipelines, which do without replays and delayed scaling"
-            ),
-        ]
+        none = "no layout that fits runs on orchestra's trainer today; of the best one it says:"
+        return [*lines, *_wrapped("today", " ".join([none, *refused_today(request.config, best.case)]))]
     share = figures.percent(1 - best.time.total / runs.time.total)
     loss = f"{share} less than the best, most by {main_loss(best, runs) or 'nothing'}"
     lines += [*_portrait("today", result, runs), *_wrapped("", loss), ""]
@@ -366,7 +365,7 @@ def _facts(request: SearchRequest, result: SearchResult) -> dict[str, Any]:
 def _layout_facts(request: SearchRequest, result: SearchResult, layout: Prediction) -> dict[str, Any]:
     return {
         **layout_words.facts(layout),
-        "runs_today": runs_today(layout.case),
+        "runs_today": not refused_today(request.config, layout.case),
         "bound_by": [layout_words.bound_facts(bound) for bound in bounds(result.space, layout)],
         "overrides": overrides_of(request, layout.case),
     }
@@ -382,10 +381,34 @@ def _schedule_facts(best: Prediction) -> list[dict[str, Any]]:
 # From a layout to the overrides that say it and the command that submits it.
 
 
-def runs_today(case: PlanCase) -> bool:
-    """Whether orchestra's trainer runs a layout: it is no pipeline with what `rule_in_pipeline` refuses."""
-    options = case.options
-    return case.layout.pp == 1 or not (options.replays or options.fp8_delayed_scaling)
+def refused_today(config: Config, case: PlanCase) -> list[str]:
+    """Return why orchestra's trainer does not run a layout of a configuration; nothing where it does.
+
+    Asked are the rules of what the planner does not know: where plug-ins may not be cut, what
+    pipelines lack, which sizes fp8 takes.
+    """
+    choice = choice_of(case)
+    degrees = {axis: degree for axis, degree in choice.mesh._asdict().items() if axis != "dp"}
+    parallelism = replace(config.parallelism, **degrees, zero=choice.zero)
+    # What `overrides_of` leaves out.
+    train = replace(config.train, micro_batch_size=choice.micro_batch_size, recompute_budget_gib=None)
+    laid_out = replace(config, parallelism=parallelism, train=train)
+    return [problem for rule in _OF_LAYOUTS for problem in rule(laid_out, Situation("plan"))]
+
+
+def runs_today(config: Config) -> Callable[[PlanCase], bool]:
+    """Return what tells whether orchestra's trainer runs a layout of a configuration; see `refused_today`."""
+    known: dict[object, bool] = {}
+
+    def runs(case: PlanCase) -> bool:
+        choice = choice_of(case)
+        # All that the rules look at: thousands of layouts share a few hundred of these.
+        looked_at = (choice.mesh._replace(dp=0), choice.zero, choice.micro_batch_size)
+        if looked_at not in known:
+            known[looked_at] = not refused_today(config, case)
+        return known[looked_at]
+
+    return runs
 
 
 def overrides_of(request: SearchRequest, case: PlanCase) -> list[str]:

@@ -145,7 +145,7 @@ def _planned(overrides: Sequence[str], nodes: int, ranks: int, framework: str) -
         return None
     fixed = replace(request.fixed, pp=1, cp=1, ep=1)
     space = space_of(request.config, framework, request.num_sequences, fixed)
-    found = search(space, 1, search_mode.runs_today).chosen
+    found = search(space, 1, search_mode.runs_today(request.config)).chosen
     if not found:
         return None
     seconds = run_seconds(found[0], request.config.train)

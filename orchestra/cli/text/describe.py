@@ -175,14 +175,16 @@ def resume_lines(
     run: RunDir, verdict: Verdict, events: Iterable[Record], config: Config | None = None
 ) -> list[str]:
     """Return what to type next: what uses a finished run's model, or goes on with another one; nothing where
-    starting again would not help. Without a configuration it counts as one without plug-ins.
+    starting again would not help, or the run was removed. Without a configuration it counts as one without
+    plug-ins.
     """
     events = list(events)
     if verdict.code == EXIT_DONE and newest_checkpoint(events) is not None:
         return [
             f"{'        ' if number else 'next    '}`{use}`" for number, use in enumerate(_uses(run, config))
         ]
-    if verdict.code in (EXIT_DONE, EXIT_DO_NOT_RESTART):
+    was_removed = not (run.record.exists() or run.config.exists())
+    if verdict.code in (EXIT_DONE, EXIT_DO_NOT_RESTART) or was_removed:
         return []
     return [resume_line(run, newest_checkpoint(events))]
 

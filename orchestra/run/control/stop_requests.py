@@ -26,6 +26,8 @@ from orchestra.run.paths import RunDir
 CANCEL = "cancel"
 TIME_LIMIT = "time_limit"
 PREEMPTED = "preempted"
+# Its records are gone, and nobody could stop it.
+REMOVED = "run directory removed"
 # The run goes on at once, on more or fewer nodes.
 RESIZE = "resize"
 # The signal that a job's script asks Slurm for before the time limit.
@@ -66,11 +68,14 @@ def write_request(run: RunDir, attempt: int, reason: str, *, at_once: bool = Fal
     *Any process of any host that shares the run directory*, as often as it likes. Raises OSError where it
     cannot be written, above all when the run directory is gone.
     """
-    request = StopRequest(
-        attempt, reason, time.time(), user_name(), socket.gethostname(), os.getpid(), at_once
-    )
+    request = new_request(attempt, reason, at_once=at_once)
     write_request_file(run.stop_request(attempt, secrets.token_hex(_TOKEN_BYTES)), request)
     return request
+
+
+def new_request(attempt: int, reason: str, *, at_once: bool = False) -> StopRequest:
+    """Return a request of this process, now, which nobody has been told of."""
+    return StopRequest(attempt, reason, time.time(), user_name(), socket.gethostname(), os.getpid(), at_once)
 
 
 def read_requests(run: RunDir, attempt: int) -> list[StopRequest]:

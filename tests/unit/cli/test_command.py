@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -13,8 +15,10 @@ import pytest
 from support.command_line import CommandLine
 
 from orchestra import __version__
+from orchestra.cli.look import logs_command
 from orchestra.cli.text import describe
 from orchestra.errors import EXIT_USAGE
+from orchestra.recovery.incidents import Verdict
 from orchestra.run.events import EventWriter, node_writer, rank_writer
 from orchestra.run.files import JsonLinesWriter
 from orchestra.run.paths import RunDir
@@ -114,6 +118,27 @@ def test_logs_show_node_rank_0_and_the_rank_that_failed(failed_run: RunDir, orch
 def test_logs_that_do_not_exist_say_which_do(failed_run: RunDir, orchestra: CommandLine) -> None:
     assert "rank-00001.log" in orchestra("logs", "broken-1", "--rank", "7", code=EXIT_USAGE).err
     assert "attempt-000" in orchestra("logs", "broken-1", "--attempt", "2", code=EXIT_USAGE).err
+
+
+def test_logs_of_a_run_that_is_removed_are_not_waited_for(
+    failed_run: RunDir, orchestra: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.rmtree(failed_run.events)
+    me = {"name": "broken-1", "host": socket.gethostname(), "pid": os.getpid()}
+    failed_run.record.write_text(json.dumps(me))
+    waits: list[float] = []
+
+    def remove(wait_s: float) -> None:
+        assert len(waits) < 3
+        waits.append(wait_s)
+        shutil.rmtree(failed_run.path, ignore_errors=True)
+
+    monkeypatch.setattr(logs_command.time, "sleep", remove)
+    out, err = orchestra("logs", "broken-1", "-f", code=1)
+    assert "rank 0 says" in out
+    assert "broken-1 was removed: there is nothing more to follow" in err
+    verdict = Verdict(1, "run directory removed")
+    assert describe.resume_lines(failed_run, verdict, []) == [], "nothing is left to resume"
 
 
 def test_the_command_answers_from_a_bare_checkout_and_survives_a_closed_pipe(failed_run: RunDir) -> None:

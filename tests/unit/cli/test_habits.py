@@ -54,6 +54,9 @@ run train.tokens=1e9 {CFG} -p train.steps -> 0 244141
 run cluster.time_limit=4h {CFG} -p cluster.time_limit -> 0 4:00:00
 run checkpoint.every_steps=1h {CFG} -> 2 checkpoint.every_s=1h
 run checkpoint.every_s=1h {CFG} -p checkpoint.every_s -> 0 3600
+submit cluster.nodes=4..2 {CFG} -> 2 ends below its begin; use cluster.nodes=2..4
+generate RUN text --top-p 0 -> 2 above 0, at most 1
+generate RUN text --seed 99999999999999999999 -> 2 give a number, at most 4611686018427387904
 submit -m run.name=a,b --dry-run -> 2 members of a sweep share one name
 run hydra/launcher=submitit_slurm -> 2 Hydra's own settings
 run hydra.run.dir=x -> 2 Hydra's own settings

@@ -434,6 +434,9 @@ def test_a_member_that_ends_takes_its_alert_along_and_keeps_its_numbers(
         (("--smtp", "host"), "add --mail ADDRESS"),
         (("--prometheus", "file.txt"), "node_exporter reads files that end with .prom"),
         (("--every", "0"), "expected seconds above 0"),
+        (("--min-goodput", "80"), "--min-goodput 80: expected a share from 0 to 1"),
+        (("--min-goodput", "nan"), "--min-goodput nan: expected a share from 0 to 1"),
+        (("--disk-gib", "-1"), "--disk-gib -1: expected 0 or more"),
     ],
 )
 def test_wrong_options_say_what_is_expected(

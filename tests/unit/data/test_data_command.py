@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -46,6 +47,16 @@ def test_what_was_packed_can_be_trained_on(packed: str) -> None:
         assert problems(path) == []
     assert problems(packed, blend=True) == []
     assert problems("s3://bucket/corpus") == [], "remote files are left to the nodes"
+
+
+def test_the_command_that_trains_on_it_is_read_back_by_a_shell_and_hydra(
+    tmp_path: Path, orchestra: CommandLine
+) -> None:
+    (tmp_path / "book.txt").write_text("ten chars\n" * 100)
+    prefix = str(tmp_path / "mine, and Zoë's" / "book")
+    *_, last = orchestra("data", "pack", str(tmp_path / "book.txt"), "--output", prefix).out.splitlines()
+    verb, *overrides = shlex.split(last.removeprefix("train on it: orchestra "))
+    assert (verb, compose(overrides, Situation("plan")).config.data.path) == ("run", prefix)
 
 
 def test_json_result_says_what_was_written(tmp_path: Path, orchestra: CommandLine) -> None:

@@ -32,7 +32,7 @@ def test_the_commands_mean_the_layouts_that_were_found(plan: PlanCommand) -> Non
     """Also where a preset says another layout, which the overrides have to undo."""
     typed = [*MODEL, *NODES, "parallelism=tp8_pp4", "train.recompute_every=2", "parallelism.bucket_mib=50"]
     asked = ask(typed)
-    found = search(space_of(asked.config, "orchestra", 64, asked.fixed), 10, runs_today)
+    found = search(space_of(asked.config, "orchestra", 64, asked.fixed), 10, runs_today(asked.config))
     wanted = {"plan": found.ranked[0], "submit": found.chosen[0]}
     text = plan.text("--search", *typed)
     for word in ("best", "why", "bound by", "memory", "fit;"):
@@ -76,12 +76,39 @@ def test_a_layout_shares_out_each_batch_of_a_ramp(plan: PlanCommand) -> None:
     assert "train.batch_ramp[0].global_batch_tokens=32768 (32 sequences)" in refused
 
 
+@pytest.mark.parametrize(
+    ("typed", "refused", "why"),
+    [
+        # Muon takes whole matrices, which tensor parallelism cuts.
+        (["optim=muon", "train.seq_len=1024"], "parallelism.tp=2", "Muon needs whole matrices"),
+        # cuBLAS takes micro-batches of an even number of such sequences.
+        (
+            ["precision=fp8", "train.seq_len=1032"],
+            "train.micro_batch_size=1",
+            "divides, and train.micro_batch",
+        ),
+    ],
+    ids=["muon", "fp8"],
+)
+def test_what_runs_today_is_no_layout_that_the_trainer_refuses(
+    plan: PlanCommand, typed: list[str], refused: str, why: str
+) -> None:
+    typed = ["model=llama_350m", "cluster.nodes=1", "train.global_batch_size=16", *typed]
+    found = plan.facts("--search", *typed)["runs_today"][0]["overrides"]
+    assert compose([*typed, *found, "cluster=slurm", "cluster.gpus_per_node=8"], Situation("submit")).config
+    only = plan.facts("--search", *typed, refused)
+    assert (only["layouts"][0]["runs_today"], only["runs_today"]) == (False, [])
+    assert why in " ".join(plan.text("--search", *typed, refused).split())
+
+
 @pytest.mark.slow
 def test_overrides_turn_an_experiment_into_each_layout() -> None:
     """The 70B experiment has tp 2, ZeRO-3 and selective recomputation: what differs has to be said."""
     typed = ["experiment=llama3_70b", "cluster.hardware=h100", "cluster.gpus_per_node=8"]
     asked = ask(typed)
-    found = search(space_of(asked.config, "orchestra", asked.num_sequences, asked.fixed), 3, runs_today)
+    found = search(
+        space_of(asked.config, "orchestra", asked.num_sequences, asked.fixed), 3, runs_today(asked.config)
+    )
     assert found.ranked
     compared = []
     for case in (layout.case for layout in [*found.ranked, *found.chosen, *found.pareto]):

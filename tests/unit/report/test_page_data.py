@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.command_line import CommandLine
 from support.long_runs import BEGAN, RESTORE_S, START_S, STEP_S, lines, long_run, long_sweep, row
 
 from orchestra.report.page.configurations import changes_between_attempts, differing
@@ -219,6 +220,18 @@ def test_damaged_missing_and_strange_files_make_a_page_that_says_so(stored: Path
     empty = page_of(RunDir(tmp_path / "nothing"))
     assert "it never trained a step" in empty["verdict"]["sentence"]
     assert empty["accounts"]["wall_s"] == 0
+
+
+def test_a_page_does_not_take_the_place_of_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, orchestra: CommandLine
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = RunDir(tmp_path / "nothing")
+    run.path.mkdir()
+    run.record.write_text("{}")
+    for place in ("", "."):
+        assert "--output .: it is a folder" in orchestra("report", "./nothing", "-o", place, code=2).err
+    assert [path.name for path in tmp_path.iterdir()] == ["nothing"]
 
 
 def test_saves_that_failed_or_were_skipped_are_told_with_their_reasons(long: RunDir, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from itertools import pairwise
 from pathlib import Path
 
@@ -37,6 +39,63 @@ def test_a_run_of_fast_steps_looks_ever_less_often_and_stops_all_the_same(
     watch._thread.join(10)
     assert any(alone.is_due(step) for step in range(100, 1000))
     alone.close()
+
+
+def test_a_run_whose_directory_is_away_for_long_stops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = [0.0]
+    monkeypatch.setattr(stopping.time, "monotonic", lambda: seconds[0])
+    run = RunDir(tmp_path / "first")
+    watch = RequestWatch(run, 1)
+
+    def seen_after(wait_s: float) -> str | None:
+        seconds[0] += wait_s
+        watch._look()
+        return None if watch.seen is None else watch.seen.reason
+
+    # Whoever has none, as a library's test, is not asked for one.
+    assert seen_after(100.0) is None
+    run.path.mkdir()
+    run.config.write_text("")
+    assert seen_after(100.0) is None
+    run.path.rename(tmp_path / "away")
+    # The times of steps and the next save make it anew, without its records.
+    run.times.mkdir(parents=True)
+    assert [seen_after(20.0), seen_after(9.0)] == [None, None]
+    shutil.rmtree(run.path)
+    (tmp_path / "away").rename(run.path)
+    assert [seen_after(20.0), seen_after(20.0)] == [None, None]
+    shutil.rmtree(run.path)
+    assert [seen_after(29.0), seen_after(2.0)] == [None, "run directory removed"]
+
+
+def test_a_run_whose_file_system_is_away_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = [0.0]
+    monkeypatch.setattr(stopping.time, "monotonic", lambda: seconds[0])
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as mounted:
+        mount_point = tmp_path / "runs"
+        mount_point.symlink_to(mounted)
+        run = RunDir(mount_point / "first")
+        if Path(mounted).stat().st_dev == tmp_path.stat().st_dev:
+            pytest.skip("needs /dev/shm and the temporary folder on two file systems")
+        run.path.mkdir()
+        run.config.write_text("")
+        watch = RequestWatch(run, 1)
+        watch._look()
+        mount_point.unlink()
+        mount_point.mkdir()
+        for written in (False, True):
+            if written:
+                run.times.mkdir(parents=True)
+            seconds[0] += 100.0
+            watch._look()
+            assert watch.seen is None
+        shutil.rmtree(mount_point)
+        mount_point.symlink_to(mounted)
+        shutil.rmtree(run.path)
+        watch._look()
+        assert watch.seen is not None
 
 
 def test_the_clock_asks_for_a_save_each_time_its_seconds_have_passed(
