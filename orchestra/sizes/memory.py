@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import accumulate, chain
 
 from conf.schema import (
@@ -53,6 +52,8 @@ from orchestra.sizes.training_shape import (
     PipelineStage,
     RankParameters,
     TrainingShape,
+    buckets,
+    gradient_units,
     rank_parameters,
     rounded_elements,
 )
@@ -206,7 +207,7 @@ def rank_bytes(shape: TrainingShape, stage: PipelineStage) -> RankBytes:
     masters, moments = owned * width.masters, 2 * owned * options.moment_bytes + at_ends
     if options.offload is Offload.optimizer_disk:
         each = _FP32 + 2 * options.moment_bytes
-        unit = max(_units(shape, stage, parts)) / (shards if shape.zero >= 1 else 1)
+        unit = max(gradient_units(shape, stage, parts, width.gradients)) / (shards if shape.zero >= 1 else 1)
         leaving = 1.0 * width.parameters if options.is_gpu and width.masters else 0.0
         masters, disk, in_memory = 0.0, owned * each, 2 * unit * (each + leaving)
         # On a CPU the host's memory is the device's.
@@ -423,14 +424,14 @@ def _update_bytes(shape: TrainingShape, stage: PipelineStage, parts: RankParamet
     narrower; moments of two bytes in fp32, with the random bits of their rounding (32 bytes an element of one
     tensor, as counted).
     """
-    shards = max(1, shape.num_shards) if shape.zero else 1
+    shards, width = max(1, shape.num_shards) if shape.zero else 1, widths(shape.precision)
     if shape.options.is_plugged:
         of_experts = shape.num_expert_shards if shape.zero else 1
         updated = parts.of(stage) / shards + parts.experts_of(stage) / of_experts
-        return updated * _FP32 if widths(shape.precision).gradients < _FP32 else 0.0
-    unit = max(_units(shape, stage, parts)) / shards
+        return updated * _FP32 if width.gradients < _FP32 else 0.0
+    unit = max(gradient_units(shape, stage, parts, width.gradients)) / shards
     block = min(unit, ROUNDED_GPU if shape.options.is_gpu else ROUNDED_CPU)
-    update = block * _FP32 if widths(shape.precision).gradients < _FP32 else 0.0
+    update = block * _FP32 if width.gradients < _FP32 else 0.0
     if shape.options.moment_bytes < _FP32:
         largest = max(parts.before, parts.after, *parts.of_layer, *parts.of_experts)
         update += 2 * block * _FP32 + 32 * min(largest, block)
@@ -626,12 +627,12 @@ def _messages(shape: TrainingShape, stage: PipelineStage, parts: RankParameters)
     reduce = options.reduce_bytes or width.gradients
     if shape.zero == 0 or shards == 1:
         return 0.0
-    units = _units(shape, stage, parts)
+    units = gradient_units(shape, stage, parts, width.gradients)
     # gloo's ranks send each other their parts of a unit.
     direct = 0.0 if options.is_gpu else max(units) * (shards - 1) / shards
     # A unit that fills waits for the memory of the one that is summed; a table apart is summed where it is.
     others = shape.without_table_apart(stage, parts)
-    filling = max(_units(shape, stage, others)) if shape.zero >= 2 else 0.0
+    filling = max(gradient_units(shape, stage, others, width.gradients)) if shape.zero >= 2 else 0.0
     if shape.zero == 2:
         filling = max(filling, _filling_at_experts(shape, stage, others))
     is_tied = shape.model.tie_word_embeddings and shape.layout.pp == 1
@@ -639,25 +640,6 @@ def _messages(shape: TrainingShape, stage: PipelineStage, parts: RankParameters)
         # The loss begins the unit of a tied table, and the embedding, last in the backward pass, ends it.
         filling = max(filling, units[-1] + max(units[:-1], default=0.0))
     return (filling + direct) * reduce
-
-
-def _units(shape: TrainingShape, stage: PipelineStage, parts: RankParameters) -> tuple[float, ...]:
-    """Return the sizes of the units that gradients are summed in, from the model's end: whole blocks where
-    ZeRO-3 gathers them, else buckets of at least so many bytes; experts, whose units are their own, first.
-    Without those that no other rank has.
-    """
-    ends = (parts.after * stage.has_head, parts.before * stage.has_embedding)
-    layers, mixtures = parts.layers_of(stage), parts.num_mixtures_of(stage)
-    if shape.num_expert_shards == 1 and shape.layout.ep > 1:
-        mixtures = 0
-    if shape.zero == 3 and shape.num_shards > 1:
-        experts = (sum(parts.of_experts),) * min(2, mixtures)
-        largest = sorted(map(sum, layers))[-2:]
-        return (*experts, ends[0], *largest, ends[1])
-    least = shape.options.bucket_bytes / widths(shape.precision).gradients
-    of_experts = _buckets(parts.of_experts * mixtures, least)
-    others = (ends[0], *(each for tensors in layers[::-1] for each in tensors[::-1]), ends[1])
-    return (*of_experts, *_buckets(others, least))
 
 
 def _filling_at_experts(shape: TrainingShape, stage: PipelineStage, parts: RankParameters) -> float:
@@ -670,8 +652,8 @@ def _filling_at_experts(shape: TrainingShape, stage: PipelineStage, parts: RankP
     least = shape.options.bucket_bytes / widths(shape.precision).gradients
     layers = parts.layers_of(stage)[::-1]
     others = (parts.after * stage.has_head, *(each for tensors in layers for each in tensors[::-1]))
-    of_others = _buckets((*others, parts.before * stage.has_embedding), least)
-    of_experts = _buckets(parts.of_experts * mixtures, least)
+    of_others = buckets((*others, parts.before * stage.has_embedding), least)
+    of_experts = buckets(parts.of_experts * mixtures, least)
     of_layer = sum(parts.of_experts)
     at_once = takes_experts_at_once(shape.precision, is_gpu=shape.options.is_gpu)
     most, before = 0.0, others[0]
@@ -689,14 +671,3 @@ def _touched(units: Sequence[float], begin: float, end: float) -> list[float]:
     """
     ends = zip(units, accumulate(units), strict=True)
     return [size for size, its_end in ends if its_end - size < end and its_end > begin]
-
-
-@lru_cache(maxsize=1024)
-def _buckets(tensors: tuple[int, ...], least: float) -> tuple[float, ...]:
-    sizes, filling = [], 0.0
-    for size in tensors:
-        filling += size
-        if filling >= least:
-            sizes.append(filling)
-            filling = 0.0
-    return (*sizes, filling) if filling else tuple(sizes)

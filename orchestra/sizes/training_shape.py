@@ -391,6 +391,41 @@ def _stages_of_ranks(shape: PipelineShape, cut: tuple[int, ...]) -> tuple[Pipeli
     )
 
 
+def gradient_units(
+    shape: TrainingShape, stage: PipelineStage, parts: RankParameters, gradient_bytes: int
+) -> tuple[float, ...]:
+    """Return the sizes of the units that gradients are summed in, from the model's end: whole blocks where
+    ZeRO-3 gathers them, else buckets of at least so many bytes; experts, whose units are their own, first.
+    Without those that no other rank has. `gradient_bytes`: of an element of the gradients.
+    """
+    ends = (parts.after * stage.has_head, parts.before * stage.has_embedding)
+    layers, mixtures = parts.layers_of(stage), parts.num_mixtures_of(stage)
+    if shape.num_expert_shards == 1 and shape.layout.ep > 1:
+        mixtures = 0
+    if shape.zero == 3 and shape.num_shards > 1:
+        experts = (sum(parts.of_experts),) * min(2, mixtures)
+        largest = sorted(map(sum, layers))[-2:]
+        return (*experts, ends[0], *largest, ends[1])
+    least = shape.options.bucket_bytes / gradient_bytes
+    of_experts = buckets(parts.of_experts * mixtures, least)
+    others = (ends[0], *(each for tensors in layers[::-1] for each in tensors[::-1]), ends[1])
+    return (*of_experts, *buckets(others, least))
+
+
+@lru_cache(maxsize=1024)
+def buckets(tensors: tuple[int, ...], least: float) -> tuple[float, ...]:
+    """Return the elements of units that tensors fill one after the other, each with at least so many but the
+    last one.
+    """
+    sizes, filling = [], 0.0
+    for size in tensors:
+        filling += size
+        if filling >= least:
+            sizes.append(filling)
+            filling = 0.0
+    return (*sizes, filling) if filling else tuple(sizes)
+
+
 def training_shape(config: Config, degrees: Layout, *, is_gpu: bool) -> TrainingShape:
     """Return the shape of a configuration on a layout. Raises ConfigError where the batch does not divide."""
     batch, parallelism = batch_shape(config.train, degrees.dp), config.parallelism

@@ -134,7 +134,7 @@ def test_several_products_of_one_input_add_up_its_gradients() -> None:
 
 
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("scaling", Scaling)
+@pytest.mark.parametrize("scaling", EACH_SCALING)
 def test_gradients_of_weights_are_made_when_they_are_taken(scaling: Scaling, is_compiled: bool) -> None:
     """A schedule may take them later: what is multiplied before are the gradients of inputs."""
     linears = [nn.Linear(INPUTS, OUTPUTS, bias=False, dtype=torch.bfloat16) for _ in range(2)]

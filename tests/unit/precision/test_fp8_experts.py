@@ -85,6 +85,7 @@ def found_of(products: Fp8GroupedProducts, *, is_kept: bool = False, device: str
     return [made.detach().cpu() for made in found]
 
 
+@NEEDS_ROW_PRODUCTS
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
 def test_gradients_of_weights_are_made_when_they_are_taken(is_compiled: bool) -> None:
     """A schedule may take them later: what is multiplied before are the gradients of rows."""
