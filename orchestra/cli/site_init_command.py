@@ -6,6 +6,7 @@ The file is a preset of the group `cluster`. It is never written over another on
 from __future__ import annotations
 
 import json
+import re
 import socket
 import time
 from argparse import ArgumentParser, Namespace
@@ -23,6 +24,8 @@ from orchestra.run.files import write_atomically
 from orchestra.sizes.hardware import detect_gpus
 from orchestra.submit.site import note
 
+# What Hydra, a shell and a file system take as it is.
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
 _EXPLAINED = """\
   orchestra site init                 NAME is the cluster's own, Slurm's word
   orchestra site init lab --dry-run   print it
@@ -78,8 +81,9 @@ def _site(arguments: Namespace) -> tuple[str, str, bool]:
     output: Path | None = arguments.output
     of_output = None if output is None else output.stem
     chosen = of_output if arguments.name is None else arguments.name
-    if chosen is not None and (not chosen.strip() or "/" in chosen or chosen.startswith(".")):
-        raise ConfigError(f"{chosen!r} is no name of a preset; use letters, digits and dashes, such as lab")
+    if chosen is not None and _NAME.fullmatch(chosen) is None:
+        allowed = "letters, digits, dashes, dots and underscores"
+        raise ConfigError(f"{chosen!r} is no name of a preset; use {allowed}, such as lab")
     where = f"Written by `orchestra site init` on {socket.gethostname()}, {time.strftime('%Y-%m-%d')}."
     head = [where, "Each comment says where the value below it comes from: edit what is not as you want it."]
     try:

@@ -95,7 +95,7 @@ def test_it_is_written_once_and_composes(tmp_path: Path, slurm: FakeSlurm, orche
     # A folder that the configuration does not name is named on the command line.
     other = orchestra("site", "init", "--output", "elsewhere/cluster/mine.yaml").out
     assert "hydra.searchpath=[elsewhere] cluster=mine" in other
-    for name in ("../lab", ""):
+    for name in ("../lab", "", "a b", "lab,ä"):
         assert "is no name of a preset" in orchestra("site", "init", name, code=2).err
     assert "give the site another name" in orchestra("site", "init", "slurm", code=2).err
     assert (
