@@ -21,6 +21,7 @@ from orchestra.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, LaunchErr
 from orchestra.recovery.history import Attempt, attempt_of
 from orchestra.recovery.incidents import Verdict, judge, node_verdict, signal_name
 from orchestra.report.unwatched import beginner
+from orchestra.run.control import stop_requests
 from orchestra.run.events import EventWriter, is_number, node_writer, read_events
 from orchestra.run.files import read_last_lines
 from orchestra.run.metrics_file import sound_row
@@ -71,7 +72,7 @@ class AttemptRecord:
         verdict = judge(self.seen(), exit_code=ending.exit_code, interruption=interruption)
         if not self.run.events.is_dir() and verdict.code != EXIT_INTERRUPTED:
             gone = f"{self.run.path} was removed while it trained, and its records with it"
-            verdict = Verdict(EXIT_FAILED, "run directory removed", gone)
+            verdict = Verdict(EXIT_FAILED, stop_requests.REMOVED, gone)
         verdict = amended(verdict)
         with contextlib.suppress(OSError):
             self._write_verdict(verdict, ending, is_decided_next=decides(verdict))

@@ -81,6 +81,12 @@ class RunDir:
     batch_script = _Below("job.sbatch")
     alternative = _Below("control/alternative.json")
 
+    def has_records(self) -> bool:
+        """Whether what a run begins with is there: it is gone where the run was removed or renamed, though
+        whoever writes makes folders anew. Raises OSError where that cannot be seen.
+        """
+        return self.record.exists() or self.config.exists()
+
     def config_of_attempt(self, attempt: int) -> Path:
         return self.path / f"config.attempt-{attempt:03d}.yaml"
 

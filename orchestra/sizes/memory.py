@@ -632,7 +632,8 @@ def _messages(shape: TrainingShape, stage: PipelineStage, parts: RankParameters)
     direct = 0.0 if options.is_gpu else max(units) * (shards - 1) / shards
     # A unit that fills waits for the memory of the one that is summed; a table apart is summed where it is.
     others = shape.without_table_apart(stage, parts)
-    filling = max(gradient_units(shape, stage, others, width.gradients)) if shape.zero >= 2 else 0.0
+    of_others = gradient_units(shape, stage, others, width.gradients)
+    filling = max(of_others, default=0.0) if shape.zero >= 2 else 0.0
     if shape.zero == 2:
         filling = max(filling, _filling_at_experts(shape, stage, others))
     is_tied = shape.model.tie_word_embeddings and shape.layout.pp == 1

@@ -103,8 +103,7 @@ class RequestWatch:
 
     def _removal(self) -> StopRequest | None:
         now = time.monotonic()
-        # Folders are made anew by whoever writes into them.
-        if self._run.config.exists():
+        if self._run.has_records():
             self._there_at, self._device = now, _device_of(self._run.path)
         if self._there_at is None or now - self._there_at < AWAY_S:
             return None

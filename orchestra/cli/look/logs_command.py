@@ -79,7 +79,7 @@ class _StateFollower:
         Raises OrchestraError where the run's directory was removed or renamed.
         """
         with contextlib.suppress(OSError):
-            if not (self._run.record.exists() or self._run.config.exists()):
+            if not self._run.has_records():
                 raise OrchestraError(f"{shown(self._run.path)} was removed: there is nothing more to follow")
         own = read_state(self._run, time.time())
         may_go_on_by_itself = own.state in (RunPhase.unknown, RunPhase.died, RunPhase.stopped)

@@ -183,8 +183,7 @@ def resume_lines(
         return [
             f"{'        ' if number else 'next    '}`{use}`" for number, use in enumerate(_uses(run, config))
         ]
-    was_removed = not (run.record.exists() or run.config.exists())
-    if verdict.code in (EXIT_DONE, EXIT_DO_NOT_RESTART) or was_removed:
+    if verdict.code in (EXIT_DONE, EXIT_DO_NOT_RESTART) or not run.has_records():
         return []
     return [resume_line(run, newest_checkpoint(events))]
 

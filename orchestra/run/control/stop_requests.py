@@ -26,7 +26,7 @@ from orchestra.run.paths import RunDir
 CANCEL = "cancel"
 TIME_LIMIT = "time_limit"
 PREEMPTED = "preempted"
-# Its records are gone, and nobody could stop it.
+# Its records are gone, and nobody could stop it; also the verdict of such an attempt.
 REMOVED = "run directory removed"
 # The run goes on at once, on more or fewer nodes.
 RESIZE = "resize"

@@ -117,8 +117,9 @@ def test_the_pass_that_computes_a_logits_gradient_writes_it_in_fp8() -> None:
         found = passes.statistics(logits, index)
         counted()
         gradient = passes.gradient(found, index, factor / found.sums, factor, BACKWARD)
-        # Read in 16 bits, and written in 8, which torch 2.13 counts as read too.
-        assert 1.5 * logits.nbytes <= counted() <= 2 * logits.nbytes + 48 * TOKENS
+        # Read in 16 bits, and written in 8, which torch 2.13 counts as read too and 2.11 does not.
+        num_bytes = counted()
+        assert any(0 <= num_bytes - times * logits.nbytes <= 48 * TOKENS for times in (1.5, 2))
     assert gradient.dtype is BACKWARD
     off = (gradient.float() - expected.float()).abs()
     # Here and there a number is rounded to its neighbour.
