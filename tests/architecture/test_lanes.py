@@ -32,12 +32,32 @@ def test_there_is_no_idle_lane_where_processes_may_not_be_idle(
 ) -> None:
     """As in a container whose system calls are filtered: every part of the lane would fail at once."""
     if not lanes.has_idle_lane():
-        pytest.skip("needs root who may run processes idle (chrt), and a kernel without autogroups")
+        pytest.skip("needs root who may run processes idle (chrt)")
     refused = tmp_path / "chrt"
     refused.write_text("#!/bin/sh\nexit 1\n")
     refused.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     assert not lanes.has_idle_lane()
+
+
+def test_what_runs_idle_counts_least_where_the_kernel_weighs_sessions_too(
+    lanes: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its own policy orders a process among those of its session alone there: many kernels' default."""
+    weight = Path("/proc/self/autogroup")
+    if not lanes.has_idle_lane() or not weight.exists():
+        pytest.skip("needs root who may run processes idle (chrt), and a kernel that can weigh sessions")
+    waited = (
+        "import os, time, pathlib\n"
+        "weight, end = pathlib.Path('/proc/self/autogroup'), time.monotonic() + 50\n"
+        "while 'nice 19' not in weight.read_text() and time.monotonic() < end: time.sleep(0.01)\n"
+        "print(weight.read_text().split()[-1], os.sched_getscheduler(0) == os.SCHED_IDLE)\n"
+    )
+    lane = lanes.Lanes([lanes.Part("waits", (sys.executable, "-c", waited), when_idle=())])
+    before = weight.read_text()
+    lane._lane(is_idle=True)
+    assert "19 True" in capsys.readouterr().out
+    assert weight.read_text() == before, "others count what they counted"
 
 
 def test_each_test_runs_in_one_part(lanes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
