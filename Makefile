@@ -31,7 +31,7 @@ demo: $(VENV)/installed ## install, then train a small Llama on this machine's o
 	@echo && echo 'what it writes after "import ":'
 	-@$(BIN)/orchestra generate "$$(ls -td runs/*/ | head -1)" "import " --temperature 0.7 --max-tokens 150
 
-test: system-packages $(VENV)/installed-test ## install what tests need, lint, run all tests
+test: prepared ## install what tests need, lint, run all tests
 	@$(PYTHON) .ci/lanes $(BIN)/python --lint --durations=15 $(PYTEST_ARGS)
 
 test-fast: $(VENV)/installed-test ## the quick unit tests (two to six minutes on two cores)
@@ -47,10 +47,10 @@ torture: $(VENV)/installed-test ## kill one run KILLS times (200) at every phase
 lineage: $(VENV)/installed-test ## freeze and thaw attempts between any two acts of a save, INTERLEAVINGS times (100000)
 	$(BIN)/python tests/unit/checkpointing/lineage_model.py --interleavings $(INTERLEAVINGS) $(LINEAGE_ARGS)
 
-matrix: system-packages $(VENV)/installed-test ## hurt runs on a cluster in every way that can be shown here, SEEDS times (3)
+matrix: prepared ## hurt runs on a cluster in every way that can be shown here, SEEDS times (3)
 	$(BIN)/python tests/slurm/matrix.py --seeds $(SEEDS) $(MATRIX_ARGS)
 
-soak: system-packages $(VENV)/installed-test ## kill ranks, agents and nodes of one run for half an hour (SOAK_ARGS)
+soak: prepared ## kill ranks, agents and nodes of one run for half an hour (SOAK_ARGS)
 	$(BIN)/python tests/slurm/soak.py $(SOAK_ARGS)
 
 lint: $(VENV)/installed-test ## ruff and mypy, as strict as pyproject.toml says
@@ -79,9 +79,10 @@ clean: ## remove .venv, caches and built files; runs/ stays
 	rm -rf $(VENV) dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: system-packages
-system-packages:
-	@.ci/system-packages
+# Debian's packages come while pip installs; they may bring what the environment itself is made with.
+.PHONY: prepared
+prepared: | $(BIN)/python
+	@.ci/system-packages & $(MAKE) --no-print-directory $(VENV)/installed-test && wait $$!
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
