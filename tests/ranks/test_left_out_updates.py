@@ -126,7 +126,9 @@ def test_all_ranks_leave_out_the_updates_of_spikes_where_the_policy_says_so(
 ) -> None:
     # Every loss above the median is a spike: random tokens give some of both kinds.
     spikes = LossSpikeConfig(action=action, factor=1e-9, window=WINDOW)
-    for parallelism in (LAYOUTS[0], *LAYOUTS[3:]):
+    # A step is left out in one way, whatever happens then.
+    layouts = (LAYOUTS[0], *LAYOUTS[3:]) if action is OnSpike.skip else (LAYOUTS[0], LAYOUTS[-1])
+    for parallelism in layouts:
         base = config_of(EVEN, train={"global_batch_size": 8}, **parallelism)
         config = replace(base, recovery=RecoveryConfig(loss_spike=spikes))
         steps = agreed(ranks(4).run(trained, config=config, steps=SPIKE_STEPS))

@@ -74,9 +74,9 @@ POLICY_CASES = (
         "progress",
         "13",
         "a failure after each progress, more often than max_restarts",
-        _each(6, "sigkill"),
+        _each(4, "sigkill"),
         code=0,
-        attempts=7,
+        attempts=5,
         heals=True,
     ),
     PolicyCase(
