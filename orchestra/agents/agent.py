@@ -342,6 +342,9 @@ def _require_nodes(run: RunDir, config: Config, task: JobTask) -> None:
     cluster = config.cluster
     most = cluster.nodes + cluster.spare_nodes
     fewest = most if cluster.min_nodes is None else cluster.min_nodes + cluster.spare_nodes
+    if config.recovery.min_nodes is not None:
+        # A job that follows asks for no more nodes than there are, where the run can go on with those.
+        fewest = min(fewest, config.recovery.min_nodes)
     if not fewest <= task.num_nodes <= most:
         needed = f"{most}" if fewest == most else f"{fewest} to {most}"
         raise LaunchError(

@@ -33,7 +33,7 @@ from orchestra.agents.hang_watch import (
 from orchestra.agents.node_copies import COPIES, prepare_copies
 from orchestra.agents.stalled_ranks import recorder_environment
 from orchestra.errors import EXIT_DONE, EXIT_FAILED, LaunchError
-from orchestra.recovery.hangs import limit_rules
+from orchestra.recovery.hangs import AWAITED, limit_rules
 from orchestra.recovery.incidents import Verdict
 from orchestra.run.control import stop_requests
 from orchestra.run.control.stop_requests import StopRequest
@@ -375,17 +375,24 @@ class _AttemptWatch:
         if self.broken is not None and self.broken.get("cause") == _HANG:
             # Ranks of this node may be what the hanging one did not meet.
             self._hangs.keep_collectives()
-        limits = {} if self.broken is None else self.broken.get("limits")
+        broken = self.broken or {}
+        limits, is_awaited = broken.get("limits"), broken.get(AWAITED) is True
         if isinstance(limits, dict):
-            self._hangs.record_hangs({int(rank): float(limit_s) for rank, limit_s in limits.items()})
+            limits_s = {int(rank): float(limit_s) for rank, limit_s in limits.items()}
+            self._hangs.record_hangs(limits_s, is_awaited=is_awaited)
 
     def _look_at_all_nodes(self) -> None:
         """Let all nodes know which ranks hang, on whatever node, where this one sees them all."""
         if hanging := self._hangs_of_all_nodes.look(self._hangs.stall):
+            # Where several stand at the same place some of them only wait.
+            waited_for = self._hangs.awaited() if len(hanging) > 1 else frozenset()
+            named = [(rank, limit_s) for rank, limit_s in hanging if rank.rank in waited_for]
+            hanging = named or hanging
             hosts = list(dict.fromkeys(rank.host for rank, _ in hanging))
             limits = {str(rank.rank): limit_s for rank, limit_s in hanging}
             evidence = {"cause": _HANG, "ranks": [rank.rank for rank, _ in hanging], "hosts": hosts}
-            self._context.group.mark_broken(self._order.number, {**evidence, "limits": limits})
+            told = {"limits": limits, AWAITED: bool(named)}
+            self._context.group.mark_broken(self._order.number, {**evidence, **told})
 
 
 def mark_lost(context: AgentContext, order: Order) -> list[int]:

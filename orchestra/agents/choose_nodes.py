@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import os
 import statistics
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -39,6 +40,7 @@ _FAST_BYTES_PER_S = 0.25e9
 _CLOCK_SLACK_S = 2.0
 # What tells NCCL on which network it meets the others.
 _NCCL_NETWORK = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_NET", "NCCL_CROSS_NIC")
+_HOUR_S = 3600.0
 # How long the first attempt waits for the nodes' checks, once all nodes are there.
 CHECKS_TIMEOUT_S = 10.0
 
@@ -217,13 +219,18 @@ def _core_words(rate: float, median: float) -> str:
 # Which nodes there are, and which are taken.
 
 
-def excluded_hosts(events: Iterable[Record], here: Mapping[str, Any]) -> frozenset[str]:
-    """Return the hosts that decisions so far left out of this run. `here`: the facts of this start of a job.
+def excluded_hosts(
+    events: Iterable[Record], here: Mapping[str, Any], hours: float, now: float | None = None
+) -> frozenset[str]:
+    """Return the hosts that decisions so far left out of this run. `here`: the facts of this start of a job;
+    `hours`: recovery.exclude_hours, after which a host that was left out is as good as any other; `now`: Unix
+    seconds (default: the time of day).
 
     A host that was merely gone is left out of the start that it left: Slurm gives none to a later one before
     it answers again, and a long run would in time be left without nodes. One that a later attempt had to use
     again (`last_resort`) is not left out any more.
     """
+    now = time.time() if now is None else now
     # By host the attempt after which it was left out, and the last one that used it.
     left_out: dict[str, int] = {}
     used: dict[str, int] = {}
@@ -236,6 +243,9 @@ def excluded_hosts(events: Iterable[Record], here: Mapping[str, Any]) -> frozens
         elif event["event"] in ("node_lost", "agent_lost"):
             lost.setdefault(event["attempt"], set()).add(event.get("host"))
         elif event["event"] == "restarting" and isinstance(event.get("exclude"), list):
+            # A clock that ran far ahead must not keep a host out for longer either.
+            if abs(now - event["time"]) >= hours * _HOUR_S:
+                continue
             hosts = event["exclude"]
             if starts.get(event["attempt"]) != _start_of_job(here):
                 # Beside one that failed twice others may have been lost. A rehearsal lists nobody.
@@ -247,17 +257,19 @@ def excluded_hosts(events: Iterable[Record], here: Mapping[str, Any]) -> frozens
     return frozenset(host for host, attempt in left_out.items() if used.get(host, -1) <= attempt)
 
 
-def last_resort(events: Iterable[Record], here: Mapping[str, Any]) -> frozenset[str]:
+def last_resort(
+    events: Iterable[Record], here: Mapping[str, Any], hours: float, now: float | None = None
+) -> frozenset[str]:
     """Return those of the hosts left out with which a job may train that would have too few nodes otherwise:
     what failed twice is an ordinary failure where there is nowhere else to go. Not those whose device
-    computed something wrong.
+    computed something wrong. The arguments are those of `excluded_hosts`.
     """
     events = list(events)
     wrong: set[str] = set()
     for event in events:
         if event["event"] == "restarting" and event.get("rule") == broken_device.__name__:
             wrong.update(event.get("exclude") or ())
-    return excluded_hosts(events, here) - wrong
+    return excluded_hosts(events, here, hours, now) - wrong
 
 
 def _start_of_job(facts: Mapping[str, Any]) -> tuple[object, object]:
@@ -377,7 +389,7 @@ def resources(
     order: Order, members: Mapping[int, GroupMember], context: AgentContext, events: Iterable[Record]
 ) -> Resources:
     """Return what the policy can choose from: the nodes that live, those of the order first."""
-    bad = excluded_hosts(events, context.scheduler.facts())
+    bad = excluded_hosts(events, context.scheduler.facts(), context.config.recovery.exclude_hours)
     fit = {node: member for node, member in members.items() if is_fit(member) and member.host not in bad}
     hosts = tuple(fit[node].host for node in order.nodes if node in fit)
     spares = tuple(member.host for node, member in fit.items() if node not in order.nodes)

@@ -90,6 +90,17 @@ class Scheduler:
         """
         raise LaunchError("a run in the foreground has no other job to go on in")
 
+    def moved_to(self) -> str | None:
+        """Return in a few words what an agent did that led before this one and did not live to say so: let
+        the run go on in another job. None where none did.
+        """
+        return None
+
+    def complete_history(self) -> None:
+        """Write down how this job came to train the run, where nobody lived to. Raises LauncherError and
+        OSError.
+        """
+
     def excluded(self) -> Mapping[str, str]:
         """Return the hosts on the cluster's list of those that failed twice, and why."""
         return {}

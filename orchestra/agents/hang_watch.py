@@ -29,7 +29,9 @@ from launchers.torchrun import LaunchSpec
 from orchestra.agents.attempt_record import AttemptRecord
 from orchestra.agents.stalled_ranks import RecordRequest, keep_records
 from orchestra.errors import EXIT_FAILED
+from orchestra.recovery.collectives import awaited
 from orchestra.recovery.hangs import (
+    AWAITED,
     LOOK_S,
     LimitRules,
     RankHeartbeats,
@@ -43,6 +45,7 @@ from orchestra.recovery.hangs import (
     stalled,
     step_limit,
 )
+from orchestra.report.stalled import recorded_collectives
 from orchestra.run.events import EventWriter, is_number, node_writer, read_events
 from orchestra.run.files import JsonLinesReader, write_atomically
 from orchestra.run.heartbeat import (
@@ -60,6 +63,8 @@ from orchestra.run.heartbeat import (
 from orchestra.run.paths import RunDir
 from orchestra.run.planned_faults import AGENT_VARIABLE
 
+# How long ranks that only wait are not named themselves: so long others take to look, and to say so.
+_NAMED_ELSEWHERE_S = 10.0
 # A longer pause between two looks was the agent's own.
 _LONGEST_PAUSE_S = 3.0
 # How often the node's summary is written, and a missing record is looked for in the run's directory.
@@ -162,6 +167,8 @@ class HangWatch:
         # For the watch over all nodes; None while this node's ranks move.
         self.stall: NodeStall | None = None
         self._found_hanging: set[int] = set()
+        # While all of this node only wait, and the one that they wait for is to be named by its own agent.
+        self._named_elsewhere_until = 0.0
         self._summary_at = 0.0
         # The processes that the last summary names.
         self._told: dict[int, Process | None] = {}
@@ -186,17 +193,37 @@ class HangWatch:
             self._write_summary(positions)
         limits = limits_on_node(positions, self._times, self._rules, is_whole=self._watched.is_whole)
         new = [rank for rank in hanging(positions, limits) if rank.rank not in self._found_hanging]
-        return self._write_hangs(new, positions, limits) if new else ()
+        if not new or self._now < self._named_elsewhere_until:
+            return ()
+        if len(new) == 1 or new[0].is_stopped:
+            return self._write_hangs(new, positions, limits)
+        self.keep_collectives()
+        waited_for = self.awaited()
+        named = [rank for rank in new if rank.rank in waited_for]
+        if waited_for and not named and not self._watched.is_whole and not self._named_elsewhere_until:
+            # All of this node wait for a rank of another one, whose agent is to name it.
+            self._named_elsewhere_until = self._now + _NAMED_ELSEWHERE_S
+            return ()
+        self._found_hanging.update(rank.rank for rank in new)
+        return self._write_hangs(named or new, positions, limits, is_awaited=bool(named))
 
-    def record_hangs(self, limits: Mapping[int, float]) -> tuple[Hang, ...]:
+    def awaited(self) -> frozenset[int]:
+        """Return the ranks of the run for which others wait in a collective, as those records say that were
+        kept so far; empty where they do not tell.
+        """
+        watched = self._watched
+        records = recorded_collectives(watched.run, watched.attempt, watched.world_size, own=True)
+        return awaited(records, watched.world_size)
+
+    def record_hangs(self, limits: Mapping[int, float], *, is_awaited: bool = False) -> tuple[Hang, ...]:
         """Write down that ranks of this node hang, as the watch over all nodes found, with their stacks.
 
         `limits`: for how long each hanging rank of the run might have been silent; those of other nodes are
-        passed over. Takes up to two seconds.
+        passed over. `is_awaited`: their collectives' records name them. Takes up to two seconds.
         """
         positions = self._positions()
         new = [rank for rank in positions if rank.rank in limits and rank.rank not in self._found_hanging]
-        return self._write_hangs(new, positions, limits) if new else ()
+        return self._write_hangs(new, positions, limits, is_awaited=is_awaited) if new else ()
 
     def keep_collectives(self) -> None:
         """Keep what the collectives of this node's ranks did last, in the attempt's logs. Takes up to two
@@ -294,7 +321,12 @@ class HangWatch:
             self._events.sync()
 
     def _write_hangs(
-        self, new: list[RankPosition], positions: list[RankPosition], limits: Mapping[int, float]
+        self,
+        new: list[RankPosition],
+        positions: list[RankPosition],
+        limits: Mapping[int, float],
+        *,
+        is_awaited: bool = False,
     ) -> tuple[Hang, ...]:
         files = self._write_stacks({rank.rank for rank in new}, positions)
         self.keep_collectives()
@@ -303,7 +335,8 @@ class HangWatch:
             self._found_hanging.add(rank.rank)
             path, limit_s = files.get(rank.rank), limits[rank.rank]
             stacks = None if path is None else str(path)
-            self._write("hang_detected", rank, limit_s, positions, stacks=stacks)
+            told = {AWAITED: True} if is_awaited else {}
+            self._write("hang_detected", rank, limit_s, positions, stacks=stacks, **told)
             self._write_failed(rank, limit_s)
             hangs.append(Hang(rank, limit_s, self._ranks[rank.rank].process, path))
         return tuple(hangs)

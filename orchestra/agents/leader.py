@@ -44,6 +44,7 @@ from orchestra.recovery.policy import Action, Decision, Rules, decide
 from orchestra.run.control import stop_requests
 from orchestra.run.control.stop_requests import StopRequest
 from orchestra.run.events import read_events
+from orchestra.run.files import Record
 from orchestra.submit.claims import rival_claim, take_next
 from orchestra.submit.launch import launch_spec
 
@@ -120,7 +121,11 @@ class Leader:
             # That may have taken minutes, and another agent have led.
             return
         if rival is not None:
-            self._refuse(0, rival)
+            # It may be the job that a leader before this one let the run go on in.
+            if (moved := context.scheduler.moved_to()) is not None:
+                self._order_end(0, EXIT_STOPPED if is_warned else EXIT_FAILED, moved)
+            else:
+                self._refuse(0, rival)
             return
         if is_warned:
             self._order_end(0, *called_off(context))
@@ -245,6 +250,9 @@ class Leader:
         held = len(living(context, order))
         if held > 1 or not context.is_alone:
             facts["nodes_held"] = held
+        if order.number == 0:
+            with contextlib.suppress(LauncherError, OSError):
+                context.scheduler.complete_history()
         write_started(record, config, spec, hosts=hosts, **facts)
         if not (context.is_alone and order.number == 0):
             context.say(f"attempt {attempt} on {', '.join(hosts)}")
@@ -347,8 +355,10 @@ class Leader:
     def _resize(self, order: Order, verdict: Verdict, record: AttemptRecord, lost: list[int]) -> None:
         """Go on with the nodes that came, or without those that leave: nothing failed."""
         context, number = self._context, order.number + 1
+        if self._has_moved(number, verdict, record, lost):
+            return
         members = {node: it for node, it in living(context, order).items() if node not in lost}
-        excluded = choose_nodes.excluded_hosts(read_events(context.run), context.scheduler.facts())
+        excluded = self._excluded(read_events(context.run))
         config = choose_nodes.of_next_attempt(context.config, context.run)
         nodes = choose_nodes.resized(order, members, config, self._preflight.listed, excluded)
         there, now = len(order.nodes), 0 if nodes is None else len(nodes)
@@ -369,8 +379,20 @@ class Leader:
             number, nodes, members, 0.0, after=record.number, **self._memory(order, nodes, set(members))
         )
 
+    def _has_moved(self, number: int, verdict: Verdict, record: AttemptRecord, lost: list[int]) -> bool:
+        """End this start of the job where a leader that did not live to say so has let the run go on in
+        another one: nothing may begin beside that. Tell whether one has.
+        """
+        moved = self._context.scheduler.moved_to()
+        if moved is not None:
+            self._forward_requests(record.number, record.number + 1, only=stop_requests.CANCEL)
+            self._order_end(number, verdict.code, moved, lost)
+        return moved is not None
+
     def _recover(self, order: Order, verdict: Verdict, record: AttemptRecord, lost: list[int]) -> None:
         context = self._context
+        if self._has_moved(order.number + 1, verdict, record, lost):
+            return
         members = {node: member for node, member in self._group.members().items() if node not in lost}
         silent = self._group.silent(members)
         members = {node: member for node, member in members.items() if node not in silent}
@@ -389,7 +411,7 @@ class Leader:
             return
         context.say(f"{decision.action.name}: {decision.reason}")
         listed = self._preflight.listed
-        excluded = choose_nodes.excluded_hosts(events, context.scheduler.facts())
+        excluded = self._excluded(events)
         config = choose_nodes.of_next_attempt(context.config, context.run)
         nodes = choose_nodes.next_nodes(order, decision, members, config, listed, excluded)
         if decision.action is Action.requeue or nodes is None:
@@ -399,6 +421,11 @@ class Leader:
         memory = self._memory(order, nodes, set(members))
         wait_s = max(0.0, decision.wait_s - waited_s)
         self._start(number, nodes, members, wait_s, after=record.number, **memory)
+
+    def _excluded(self, events: list[Record]) -> frozenset[str]:
+        context = self._context
+        hours = context.config.recovery.exclude_hours
+        return choose_nodes.excluded_hosts(events, context.scheduler.facts(), hours)
 
     def _announce(
         self, record: AttemptRecord, verdict: Verdict, decision: Decision, log: list[Incident]

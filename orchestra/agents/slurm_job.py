@@ -43,7 +43,7 @@ from orchestra.run.paths import RunDir
 from orchestra.run.record import newest_job, read_record
 from orchestra.run.run_lineage import newest_checkpoint
 from orchestra.submit.hosts_to_avoid import hosts_of_next_job, hosts_without, words
-from orchestra.submit.job_record import chain
+from orchestra.submit.job_record import Move, chain, moved_to, record_id, tell_of_moves
 from orchestra.submit.launch import own_address
 
 # The reason in `scontrol show job` where the limit ended a job.
@@ -256,7 +256,10 @@ class RunContinuation:
     def _chained(self, reason: str, *, at_once: bool = False) -> str:
         own = self._own_job()
         script = None if own is None else own.script
-        without = hosts_without(self._config, self._run, self._task.cluster)
+        without = hosts_without(self._config, self._run, self._task.cluster) or _as_configured(
+            self._config, own
+        )
+        facts = {"reason": reason}
         self._next_job = chain(
             self._run,
             self._task,
@@ -265,6 +268,7 @@ class RunContinuation:
             without,
             at_once=at_once,
             num_nodes=nodes_of_next_job(self._config, self._run),
+            move=Move(self._attempt, self._task.restart, facts, self._events.is_before_start),
         )
         self._write_requeued("chain", reason, self._next_job)
         return f"job {self._next_job} goes on ({reason})"
@@ -351,47 +355,77 @@ class SlurmJob(Scheduler):
         those that failed, and begins when Slurm has noticed who is dead. Raises LauncherError, LaunchError
         and OSError, also where Slurm accepts the job and lets it fail at once.
         """
-        script = None
-        with contextlib.suppress(LauncherError):
-            script = this_job.own_job(self._task.job).script
         # Of those that were merely gone only the last ones, which Slurm may not have missed yet: a job that
         # leaves out too many of a small cluster's nodes can never run, and Slurm lets it fail.
         past = read_events(self._run)
-        of_run = excluded_hosts(past, {})
-        other = hosts_of_next_job(self._config, self._run, self._cluster, decision.exclude, sorted(of_run))
+        of_run = excluded_hosts(past, {}, self._config.recovery.exclude_hours)
+        other = hosts_of_next_job(
+            self._config,
+            self._run,
+            self._cluster,
+            decision.exclude,
+            sorted(of_run),
+            fewest=_fewest_of_job(self._config, self._run),
+        )
         exclude, delay_s = other.exclude, _noticed_s() if other.missed else 0
+        num_nodes = nodes_of_next_job(self._config, self._run, is_short=other.is_short)
+        move = Move(attempt, self._task.restart, _facts_of(decision, exclude), events.is_before_start)
         try:
             try:
-                job = self._chain(attempt, script, exclude, delay_s)
+                job = self._chain(move, exclude, delay_s, num_nodes)
             except SlurmRefused:
                 # Slurm alone knows which of its nodes have what the job asks for: once more without leaving
                 # out more of them than its script says.
                 if not exclude:
                     raise
                 exclude, delay_s = (), _noticed_s() if decision.exclude else 0
-                job = self._chain(attempt, script, exclude, delay_s)
+                move = dataclasses.replace(move, facts=_facts_of(decision, exclude))
+                job = self._chain(move, exclude, delay_s, num_nodes)
         except SlurmRefused as refusal:
             raise LaunchError(f"Slurm refused the next job: {refusal}") from refusal
-        out = [host for host in decision.exclude if host in exclude]
-        facts = {"job": job, "after": self._task.job, "exclude": out, "rule": decision.rule}
         # The leader before this one may have written it already.
         if not any(event["event"] == "requeued" and event.get("job") == job for event in past):
             with contextlib.suppress(OSError):
-                events.write("requeued", how="chain", reason=decision.reason, **facts)
+                events.write("requeued", how="chain", job=job, after=self._task.job, **move.facts)
         late = f"; it begins in {delay_s} s, since it may get the nodes that failed"
         return f"job {job} goes on ({decision.reason}){late if delay_s else ''}"
 
-    def _chain(self, attempt: int, script: str | None, exclude: tuple[str, ...], delay_s: int) -> str:
+    def _chain(self, move: Move, exclude: tuple[str, ...], delay_s: int, num_nodes: str | None) -> str:
+        own = None
+        with contextlib.suppress(LauncherError):
+            own = this_job.own_job(self._task.job)
         return chain(
             self._run,
             self._task,
-            attempt + 1,
-            script,
-            exclude,
+            move.attempt + 1,
+            None if own is None else own.script,
+            exclude or _as_configured(self._config, own),
             at_once=True,
             delay_s=delay_s,
-            num_nodes=nodes_of_next_job(self._config, self._run),
+            num_nodes=num_nodes,
+            move=move,
         )
+
+    def moved_to(self) -> str | None:
+        try:
+            job = moved_to(self._run, self._task)
+        except OSError:
+            return None
+        if job is None:
+            return None
+        with contextlib.suppress(LauncherError, OSError):
+            self.complete_history()
+        return f"job {job} goes on, which an agent submitted that led before"
+
+    def complete_history(self) -> None:
+        newest = newest_job(read_record(self._run))
+        if newest is not None and newest.get("id") is None and Move.of(newest) is not None:
+            token, attempt = str(newest.get("token")), newest.get("attempt")
+            if token in this_job.own_job(self._task.job).comment.split():
+                # Whoever submitted this job never had an answer.
+                number = attempt if isinstance(attempt, int) else 0
+                record_id(self._run, token, self._task.job.partition("_")[0], number)
+        tell_of_moves(self._run)
 
     def excluded(self) -> dict[str, str]:
         if self._config.recovery.exclude_hours <= 0:
@@ -482,21 +516,48 @@ class SlurmJob(Scheduler):
             sbatch.cancel([self._task.job], only_waiting=False)
 
 
-def nodes_of_next_job(config: Config, run: RunDir) -> str | None:
+def _as_configured(config: Config, own: OwnJob | None) -> tuple[str, ...]:
+    """Return what a next job is told to leave out that nobody need be kept from, so that its script does not
+    keep it from hosts that were on the list when that was written. Empty where the script says no more.
+    """
+    try:
+        said = set() if own is None or not own.excluded else set(this_job.names_of(own.excluded))
+    except LauncherError:
+        return ()
+    # An empty name in the place of the script's: nobody at all.
+    return (tuple(config.cluster.exclude) or ("",)) if said - set(config.cluster.exclude) else ()
+
+
+def _facts_of(decision: Decision, exclude: Collection[str]) -> dict[str, Any]:
+    """Return the evidence of the event of a move; `exclude`: whom the next job does not get."""
+    out = [host for host in decision.exclude if host in exclude]
+    return {"reason": decision.reason, "exclude": out, "rule": decision.rule}
+
+
+def nodes_of_next_job(config: Config, run: RunDir, *, is_short: bool = False) -> str | None:
     """Return how many nodes a run's next job is to ask for, as sbatch writes it; None where its script asks
-    for enough.
+    for enough, and for no more than there are.
 
     Of a job that may begin with few (cluster.min_nodes) too few might not share out the batch of a ramp that
-    the run went back into. Raises OSError.
+    the run went back into. One that asks for all would wait for a node that is gone, though the run can go on
+    with fewer (recovery.min_nodes), where the cluster `is_short` of others. Raises OSError.
     """
     own = config.cluster
-    if own.min_nodes is None:
-        return None
     # Spares train too where they are needed.
-    fewest, most = fewest_nodes(of_next_attempt(config, run)), own.nodes + own.spare_nodes
-    if fewest <= own.min_nodes + own.spare_nodes:
+    fewest, most = _fewest_of_job(config, run), own.nodes + own.spare_nodes
+    by_script = most if own.min_nodes is None else own.min_nodes + own.spare_nodes
+    if fewest == by_script or (fewest < by_script and not (is_short and own.min_nodes is None)):
         return None
     return str(most) if fewest == most else f"{fewest}-{most}"
+
+
+def _fewest_of_job(config: Config, run: RunDir) -> int:
+    """Return with how many nodes, spares among them, a run's next job can train it. Raises OSError."""
+    own = config.cluster
+    if own.min_nodes is None and config.recovery.min_nodes is None:
+        return own.nodes + own.spare_nodes
+    fewest = fewest_nodes(of_next_attempt(config, run))
+    return fewest if own.min_nodes is None else max(fewest, own.min_nodes + own.spare_nodes)
 
 
 def _say(words: str) -> None:

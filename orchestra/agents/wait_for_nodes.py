@@ -89,7 +89,9 @@ class WaitForNodes:
         num_nodes, waited = self._context.group.num_nodes, time.monotonic() - self._began
         missing = sorted(set(range(num_nodes)) - set(members))
         events, here = read_events(self._context.run), self._context.scheduler.facts()
-        bad = choose_nodes.excluded_hosts(events, here) - choose_nodes.last_resort(events, here)
+        hours = self._context.config.recovery.exclude_hours
+        bad = choose_nodes.excluded_hosts(events, here, hours)
+        bad -= choose_nodes.last_resort(events, here, hours)
         out = [member.host for member in members.values() if member.host in bad]
         if out and not missing:
             return (
@@ -147,9 +149,10 @@ class Preflight:
         config = choose_nodes.of_next_attempt(self._context.config, self._context.run)
         wanted = choose_nodes.most_nodes(config)
         events, here = read_events(self._context.run), self._context.scheduler.facts()
-        bad = choose_nodes.excluded_hosts(events, here)
+        hours = self._context.config.recovery.exclude_hours
+        bad = choose_nodes.excluded_hosts(events, here, hours)
         nodes = self._chosen(members, config, wanted, bad)
-        if nodes is None and (usable := choose_nodes.last_resort(events, here)):
+        if nodes is None and (usable := choose_nodes.last_resort(events, here, hours)):
             # Too few others were there, and Slurm gave them again.
             nodes = self._chosen(members, config, wanted, bad - usable)
         # Without those that were left out another order may be better.
@@ -233,10 +236,15 @@ def moves(events: Iterable[Record], since: str = "attempt_started", **facts: Any
     the moves that count, such as their rule.
     """
     count = 0
+    # A leader that died, and who told of its job in its place, may both have done so.
+    jobs: set[object] = set()
     for event in events:
         if event["event"] == since:
             count = 0
-        count += event["event"] == "requeued" and all(event.get(key) == facts[key] for key in facts)
+        if event["event"] == "requeued" and all(event.get(key) == facts[key] for key in facts):
+            # Slurm starts one job again and again.
+            count += event.get("how") != "chain" or event.get("job") not in jobs
+            jobs.add(event.get("job"))
     return count
 
 

@@ -58,8 +58,8 @@ class Situation:
     from_step: int = 0
     # Whether it begins after another run, which may leave what it needs.
     follows: bool = False
-    # Whether one run trains by itself here, and shares the machine with no other member of a sweep; a member
-    # that does is started as one such run too, and sees no more than its share.
+    # Whether one run trains by itself, and shares its machine or its nodes with no member of a sweep; on this
+    # machine a member that does is started as one such run too, and sees no more than its share.
     is_alone: bool = False
 
     @property
@@ -76,6 +76,13 @@ def this_machine(verb: str = "run", *, starts: bool = False, is_alone: bool = Fa
         return Situation(verb, detect_gpus(), is_alone=is_alone)
     cores = len(os.sched_getaffinity(0))
     return Situation(verb, detect_gpus(), cores, _memory_bytes(), is_alone=is_alone)
+
+
+def by_itself(config: Config) -> Config:
+    """Return what a single run asks of a cluster: a node of it is shared with no member of a sweep, whatever
+    a site's file says of those.
+    """
+    return replace(config, cluster=replace(config.cluster, members_per_node=1))
 
 
 def _memory_bytes() -> int:

@@ -53,6 +53,8 @@ class FlightRecord:
     # Ranks of groups by torch's names, and what the trainer calls them, such as dp; where they are known.
     ranks_of: Mapping[str, tuple[int, ...]]
     axes_of: Mapping[str, str]
+    # Whether a message to or from one other rank has not ended.
+    awaits_message: bool = False
 
 
 class _PlainValues(pickle.Unpickler):
@@ -70,6 +72,7 @@ def parsed(content: bytes) -> FlightRecord:
     try:
         record = json.loads(content) if content[:1] == b"{" else _PlainValues(io.BytesIO(content)).load()
         entries = [entry for entry in record["entries"] if not entry.get("is_p2p")]
+        messages = [_collective(entry) for entry in record["entries"] if entry.get("is_p2p")]
         groups, configs = record.get("groups", {}), record.get("pg_config", {})
         ranks_of = {name: _ranks(config.get("ranks")) for name, config in configs.items()}
         ranks_of |= {name: _ranks(group["ranks"]) for name, group in groups.items()}
@@ -80,7 +83,8 @@ def parsed(content: bytes) -> FlightRecord:
     # What a damaged pickle raises: the unpickler's documentation names no end of it.
     except Exception as error:
         raise ValueError(f"not a flight record: {type(error).__name__}: {error}") from error
-    return FlightRecord(collectives, {name: ranks for name, ranks in ranks_of.items() if ranks}, axes_of)
+    known = {name: ranks for name, ranks in ranks_of.items() if ranks}
+    return FlightRecord(collectives, known, axes_of, any(not it.is_over for it in messages))
 
 
 def _ranks(value: Any) -> tuple[int, ...]:
@@ -174,6 +178,21 @@ def stalled_collectives(records: Mapping[int, FlightRecord], world_size: int) ->
         return not is_root, not (stall.missing or stall.others or stall.unknown), -len(stall.waiting)
 
     return sorted(stalls, key=order)[:_MOST_STALLS]
+
+
+def awaited(records: Mapping[int, FlightRecord], world_size: int) -> frozenset[int]:
+    """Return the ranks that others wait for in a collective and that wait for nobody themselves: those whose
+    record says so, else those that left none. Empty where the records do not tell. The arguments are those of
+    `stalled_collectives`.
+    """
+    stalls = stalled_collectives(records, world_size)
+    # Where the devices of others have begun, one that has not still works on what came before.
+    behind = {rank for stall in stalls if len(stall.queued) < len(stall.waiting) for rank in stall.queued}
+    waiting = {rank for stall in stalls for rank in stall.waiting if rank not in stall.queued}
+    waiting |= {rank for rank, record in records.items() if record.awaits_message}
+    missing = {rank for stall in stalls for rank, _ in stall.missing}
+    unknown = {rank for stall in stalls for rank in stall.unknown}
+    return frozenset((missing | behind) - waiting) or frozenset(unknown)
 
 
 def _all(records: Iterable[FlightRecord]) -> Iterable[Collective]:

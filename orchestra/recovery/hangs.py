@@ -5,8 +5,10 @@ on the first one, both in `orchestra.agents.hang_watch`); no clock is read here 
 
 **Whom to blame.** One hanging rank stalls all others in a collective within a step, so silence alone names
 nobody. To blame is a rank whose process is stopped, else the one that has advanced least: the others wait
-for it. In a pipeline ranks are in different micro-batches all the time, and go back to earlier ones; there
-the passes of a step count by their turns in the schedule (`pipeline_check.turns`).
+for it. Of several at the same place, as in a backward pass with collectives inside, what they recorded of
+their collectives tells who waits (`orchestra.recovery.collectives.awaited`). In a pipeline ranks are in
+different micro-batches all the time, and go back to earlier ones; there the passes of a step count by their
+turns in the schedule (`pipeline_check.turns`).
 
 **How long a rank may be silent** depends on its phase, and is learned from its own history: a rank whose
 steps take 0.2 s is not waited for as long as one whose steps take a minute. No limit falls below a floor (a
@@ -35,7 +37,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +49,8 @@ from orchestra.run.heartbeat import Beat, Phase
 LOOK_S = 1.0
 # Events that carry positions: `ranks`, a list of `RankPosition.record`.
 _EVENTS_WITH_POSITIONS = ("step_stalled", "hang_detected")
+# Of the event of a hang: whether others wait for this rank in a collective, as their records say.
+AWAITED = "is_awaited"
 _STEP_PHASES = frozenset(range(Phase.step, Phase.save))
 # Steps after which the median is believed.
 _ENOUGH_STEPS = 5
@@ -303,13 +307,16 @@ def hanging(positions: Sequence[RankPosition], limits: Mapping[int, float]) -> l
     that the others wait for.
 
     Whoever is waited for may have beaten a little after those that wait, and is then beyond its limit a
-    little after them: they are blamed for nothing while one that has advanced less is nearly as long silent.
+    little after them: they are blamed for nothing while one that has advanced no further is nearly as long
+    silent.
     """
     beyond = least_advanced([rank for rank in positions if rank.silent_s > limits[rank.rank]])
     if not beyond or beyond[0].is_stopped:
         return beyond
     silent = [rank for rank in positions if rank.silent_s > _NEARLY * limits[rank.rank]]
-    return beyond if min(rank.position for rank in silent) == beyond[0].position else []
+    least = min(rank.position for rank in silent)
+    # One that stands where another does may wait for that one: they are named together.
+    return beyond if beyond == [rank for rank in silent if rank.position == least] else []
 
 
 def stalled(
@@ -338,7 +345,7 @@ def hanging_on_all_nodes(
     if len({rank.rank for rank in positions}) < world_size:
         return []
     least = min(rank.position for rank in positions)
-    beyond = []
+    beyond, nearly = [], []
     for rank in positions:
         if rank.position != least:
             continue
@@ -347,7 +354,11 @@ def hanging_on_all_nodes(
             limit_s = max(limit_s, min(_NETWORK_FACTOR * limit_s, rules.silent_s))
         if rank.silent_s > limit_s:
             beyond.append((rank, limit_s))
-    return beyond
+        elif rank.silent_s > _NEARLY * limit_s:
+            nearly.append(rank)
+    # As on one node: those that stand at the same place are named together.
+    is_certain = any(rank.is_stopped for rank, _ in beyond) or not nearly
+    return beyond if is_certain else []
 
 
 # Whom an attempt's events blame.
@@ -368,14 +379,21 @@ def culprit(events: Iterable[Mapping[str, Any]]) -> Culprit | None:
     Each node reports its own ranks: the events of all nodes are wanted, and of each rank the last one counts.
     """
     newest: dict[int, RankPosition] = {}
+    awaited: set[object] = set()
     for event in events:
         if event.get("event") in _EVENTS_WITH_POSITIONS:
             newest.update({rank.rank: rank for rank in positions_in(event)})
-    return _culprit_among(list(newest.values())) if newest else None
+        if event.get("event") == "hang_detected" and event.get(AWAITED) is True:
+            awaited.add(event.get("rank"))
+    return _culprit_among(list(newest.values()), awaited) if newest else None
 
 
-def _culprit_among(positions: Sequence[RankPosition]) -> Culprit:
+def _culprit_among(positions: Sequence[RankPosition], awaited: Collection[object]) -> Culprit:
     blamed = sorted(least_advanced(positions), key=lambda rank: rank.rank)
+    if not blamed[0].is_stopped and (others_wait_for := [rank for rank in blamed if rank.rank in awaited]):
+        first, names = others_wait_for[0], ", ".join(str(rank.rank) for rank in others_wait_for)
+        why = f"others wait in a collective for rank {names}, {first.where()}"
+        return Culprit(first.rank, first.host, why)
     first = blamed[0]
     num_others = len(positions) - len(blamed)
     if first.is_stopped:

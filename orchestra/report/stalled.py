@@ -1,4 +1,6 @@
-"""Which collectives stalled when ranks hung, from the records in an attempt's logs: for `orchestra why`."""
+"""Which collectives stalled when ranks hung, from the records in an attempt's logs: for `orchestra why`, and
+for the agents that ask whom the others wait for.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +28,15 @@ def stalled_words(run: RunDir, events: Sequence[Record]) -> tuple[int, list[str]
     failed = {event["attempt"] for event in events if event["event"] == "rank_failed"}
     for attempt in sorted((hung | failed) & sizes.keys(), reverse=True):
         # Where nobody hung, ranks that were slow and went on left records too: only NCCL's count.
-        records = _records(run, attempt, sizes[attempt], own=attempt in hung)
+        records = recorded_collectives(run, attempt, sizes[attempt], own=attempt in hung)
         if stalls := stalled_collectives(records, sizes[attempt]):
             return attempt, [stall.words() for stall in stalls]
     return None
 
 
-def _records(run: RunDir, attempt: int, num_ranks: int, *, own: bool) -> dict[int, FlightRecord]:
-    """Return the ranks' records: their own where wanted, else dumps of NCCL's watchdog. Files that cannot be
-    read are passed over.
+def recorded_collectives(run: RunDir, attempt: int, num_ranks: int, *, own: bool) -> dict[int, FlightRecord]:
+    """Return the records of an attempt's ranks: their own where wanted, else dumps of NCCL's watchdog. Files
+    that cannot be read are passed over.
     """
     prefix = run.nccl_dumps(attempt)
     records = {}

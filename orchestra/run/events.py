@@ -35,6 +35,11 @@ class EventWriter:
         self._attempt = attempt
         self._context = {"host": socket.gethostname(), **context}
 
+    @property
+    def is_before_start(self) -> bool:
+        """Whether what it writes is of a start of a job that ended before its attempt began."""
+        return bool(self._context.get("before_start"))
+
     def write(self, event: str, **evidence: Any) -> None:
         """Append `event` with its evidence (step, cause, seconds …), the time (Unix seconds) and the
         attempt.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from conf.schema import Config
@@ -35,6 +35,8 @@ class NextJobHosts:
     exclude: tuple[str, ...] = ()
     # Hosts that failed just now, that Slurm still gives to jobs, and that too few others are there without.
     missed: tuple[str, ...] = ()
+    # Whether so few others are there that the job must be content with fewer nodes than it wants.
+    is_short: bool = False
 
 
 def left_out(
@@ -75,16 +77,20 @@ def hosts_of_next_job(
     failed: Sequence[str],
     of_run: Iterable[str],
     kept: Sequence[str] = (),
+    fewest: int | None = None,
 ) -> NextJobHosts:
     """Return whom the next job of a run is submitted without: `failed` just now, then `of_run`, which failed
     it before, then those on the list. Where Slurm cannot be asked about its nodes: `failed`, and `kept`,
-    which the job would go on to leave out if nothing were said.
+    which the job would go on to leave out if nothing were said. `fewest`: with so many nodes the run can go
+    on (None: with all that it wants).
     """
     own, listed = config.cluster, []
+    wanted = own.nodes + own.spare_nodes
+    fewest = wanted if fewest is None else fewest
     if config.recovery.exclude_hours > 0:
         listed = ExcludeList(shared_folder(run.path.parent), cluster).entries(time.time())
     before = [*of_run, *(entry.host for entry in listed)]
-    if not failed and not before:
+    if not failed and not before and fewest == wanted:
         return NextJobHosts()
     try:
         states = node_states(own.partition)
@@ -92,30 +98,37 @@ def hosts_of_next_job(
         hosts = NextJobHosts(tuple(dict.fromkeys([*failed, *kept])))
     else:
         others = {name: state for name, state in states.items() if name not in own.exclude}
-        hosts = bounded(failed, before, others, own.nodes + own.spare_nodes)
+        hosts = bounded(failed, before, others, wanted, fewest)
     # What is said to sbatch takes the place of what the script says.
     exclude = tuple(dict.fromkeys([*own.exclude, *hosts.exclude])) if hosts.exclude else ()
-    return NextJobHosts(exclude, hosts.missed)
+    return replace(hosts, exclude=exclude)
 
 
 def bounded(
-    failed: Iterable[str], before: Iterable[str], states: Mapping[str, str], wanted: int
+    failed: Iterable[str],
+    before: Iterable[str],
+    states: Mapping[str, str],
+    wanted: int,
+    fewest: int | None = None,
 ) -> NextJobHosts:
     """Return whom a job of `wanted` nodes is submitted without, `failed` first, so that as many nodes remain
-    which Slurm can give it. `states`: Slurm's words for the nodes it may have. A pure function.
+    which Slurm can give it; without those that failed `fewest` will do (None: `wanted`). `states`: Slurm's
+    words for the nodes it may have. A pure function.
 
     Slurm lets a job fail that too few nodes are left for, and one that needs a node which is down waits for
     it: only where there are enough without them nobody is missed who may come back.
     """
-    failed = tuple(dict.fromkeys(failed))
+    failed, fewest = tuple(dict.fromkeys(failed)), wanted if fewest is None else min(fewest, wanted)
     usable = {name for name, state in states.items() if is_usable(state)}
-    room = len(usable) - wanted
+    num_left = len(usable)
     exclude: list[str] = []
-    for host in dict.fromkeys([*failed, *before]) if room >= 0 else ():
-        if host in states and (host not in usable or room > 0):
+    for host in dict.fromkeys([*failed, *before]) if num_left >= fewest else ():
+        needed = fewest if host in failed else wanted
+        if host in states and (host not in usable or num_left > needed):
             exclude.append(host)
-            room -= host in usable
-    return NextJobHosts(tuple(exclude), tuple(host for host in failed if host in usable - set(exclude)))
+            num_left -= host in usable
+    missed = tuple(host for host in failed if host in usable - set(exclude))
+    return NextJobHosts(tuple(exclude), missed, is_short=fewest <= num_left < wanted)
 
 
 def chosen_to_leave_out(entries: Sequence[Listed], names: frozenset[str], wanted: int) -> LeftOutHosts:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from launchers.slurm.queue import find_by_token
 from launchers.slurm.this_job import JobTask
 from orchestra.errors import LaunchError
 from orchestra.run.control.stop_requests import user_name
-from orchestra.run.events import EventWriter
+from orchestra.run.events import EventWriter, read_events
 from orchestra.run.paths import RunDir, SweepArray
 from orchestra.run.record import change_record, jobs_of, newest_job, read_record, whole_record
 from orchestra.submit.job import new_token
@@ -35,6 +36,34 @@ _LOOK_AGAIN_S = (0.0, 2.0, 5.0, 10.0)
 _NO_NODES = "BadConstraints"
 
 
+@dataclass(frozen=True)
+class Move:
+    """Why a run goes on in another job: what the event `requeued` says of it, for whoever has to write that
+    because the leader that submitted the job did not live to.
+    """
+
+    # After which attempt, and which start of the job before.
+    attempt: int
+    job_start: int
+    # The event's evidence: reason, rule, exclude.
+    facts: Mapping[str, Any]
+    # Whether that start ended before its attempt began.
+    is_before_start: bool = False
+
+    def record(self) -> dict[str, Any]:
+        """Return what run.json says of it."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, entry: JobEntry) -> Move | None:
+        """Return what an entry says of it; None where it says nothing, or is damaged."""
+        move = entry.get("move")
+        try:
+            return cls(**move) if isinstance(move, dict) and isinstance(move["facts"], dict) else None
+        except (KeyError, TypeError):
+            return None
+
+
 def intent(
     name: str,
     token: str,
@@ -44,12 +73,13 @@ def intent(
     task: int | None = None,
     after: str | None = None,
     cluster: str | None = None,
+    move: Move | None = None,
 ) -> JobEntry:
     """Return what run.json says of a job before it is submitted (default: now); without `cluster` Slurm is
     asked for it.
 
     `attempt`: the one that the job is to begin. `task`: its number in the array that the run is a task of.
-    `after`: the job that it follows.
+    `after`: the job that it follows; `move`: why it does.
     """
     return {
         "token": token,
@@ -61,6 +91,7 @@ def intent(
         "task": task,
         "after": after,
         "cluster": cluster or asked_cluster(),
+        **({} if move is None else {"move": move.record()}),
     }
 
 
@@ -121,15 +152,17 @@ def chain(
     delay_s: int = 0,
     behind: Sequence[str] = (),
     num_nodes: str | None = None,
+    move: Move | None = None,
 ) -> str:
     """Submit a run's job again, to start when this one is over; return the new job's id, in an array with the
     task's number. *The leading node only*.
 
     `exclude`: hosts that it must not get. With `at_once` it does not wait for this one's end, which Slurm
     sees late where a node is lost; with `delay_s` it starts no sooner than in so many seconds. `behind` are
-    other jobs whose end it waits for; `num_nodes` takes the place of what the script says. `script` is the
-    one that this job was submitted with (None: the run's own); of an array this task alone is submitted. A
-    job that a leader submitted before this one and did not live to tell of is taken over.
+    other jobs whose end it waits for; `num_nodes` takes the place of what the script says; `move` says why
+    the run goes on there. `script` is the one that this job was submitted with (None: the run's own); of an
+    array this task alone is submitted. A job that a leader submitted before this one and did not live to tell
+    of is taken over.
 
     Raises LauncherError where Slurm refuses, lets the job fail at once or stays silent, LaunchError where it
     stays unknown whether Slurm has it, OSError where the record cannot be read or the intent not be written.
@@ -151,11 +184,46 @@ def chain(
         if member is not None:
             options.append(f"--array={member}")
         place = run.batch_script if script is None else Path(script)
-        entry = intent(run.name, token, attempt, task=member, after=task.job, cluster=task.cluster)
+        entry = intent(run.name, token, attempt, task=member, after=task.job, cluster=task.cluster, move=move)
         job = _submit_job(run, place, entry, options)
     label = job if member is None else f"{job}_{member}"
     _refuse_what_failed(run, job, label)
     return label
+
+
+def moved_to(run: RunDir, task: JobTask) -> str | None:
+    """Return the job, as Slurm writes it, that an agent of this start of a job has submitted to go on in its
+    place; None where there is none, or nobody can tell. *The leader only*. Raises OSError.
+    """
+    entry = newest_job(whole_record(run))
+    move = None if entry is None else Move.of(entry)
+    if entry is None or move is None or move.job_start != task.restart:
+        return None
+    # Where Slurm is silent it is asked again when the job is to be submitted.
+    with contextlib.suppress(LaunchError):
+        job = _submitted_before(run, task)
+        return None if job is None else _label(job, entry)
+    return None
+
+
+def tell_of_moves(run: RunDir) -> None:
+    """Write down in which jobs a run went on, where the leaders that submitted them did not live to. *The
+    leader only*. Raises OSError.
+    """
+    told = {event.get("job") for event in read_events(run, ("requeued",)) if event["event"] == "requeued"}
+    for entry in jobs_of(read_record(run)):
+        move, job = Move.of(entry), entry.get("id")
+        if move is None or not isinstance(job, str) or (label := _label(job, entry)) in told:
+            continue
+        context = {"before_start": True} if move.is_before_start else {}
+        with contextlib.closing(EventWriter(run, f"moved.{label}", move.attempt, **context)) as events:
+            events.write("requeued", job=label, how="chain", after=entry.get("after"), **move.facts)
+
+
+def _label(job: str, entry: JobEntry) -> str:
+    """Return a job as Slurm writes it: that of an array has the run's number in it."""
+    member = entry.get("task")
+    return f"{job}_{member}" if isinstance(member, int) else job
 
 
 def _submitted_before(run: RunDir, task: JobTask) -> str | None:

@@ -24,7 +24,7 @@ from conf.schema import Config, Device, LauncherName
 from orchestra.config.compose import compose, merge, typed
 from orchestra.config.home import chooses_cluster
 from orchestra.config.keys import shown
-from orchestra.config.machine import Situation, signature
+from orchestra.config.machine import Situation, by_itself, signature
 from orchestra.config.overrides import check_overrides
 from orchestra.config.rules.all_rules import problems_of
 from orchestra.config.sweep import SweepProblems
@@ -127,12 +127,14 @@ def plan(
     """Return the submission of one run; `follows`: it begins after another one. Raises ConfigError with every
     problem found, also what the cluster cannot give, LaunchError where Slurm is silent.
     """
-    alternatives, situation = _alternatives(overrides), Situation("submit", cluster=site, follows=follows)
+    alternatives = _alternatives(overrides)
+    situation = Situation("submit", cluster=site, follows=follows, is_alone=True)
     problems: list[str] = []
     planned: list[PlannedMember] = []
     for number, words in enumerate(alternatives or [[]]):
         try:
             composed = compose([*overrides, *words], situation)
+            composed = replace(composed, config=by_itself(composed.config))
             made = _planned_sweep([composed], overrides, site, command, checks_memory=checks_memory)
             planned += made.members
         except ConfigError as error:

@@ -145,7 +145,7 @@ class MoreNodes:
         config, task = self._config, self._task
         share = ask(folder=self._run.path).share_of_nodes(config)
         here = {"job": task.job, "job_start": task.restart}
-        bad = excluded_hosts(read_events(self._run), here)
+        bad = excluded_hosts(read_events(self._run), here, config.recovery.exclude_hours)
         listed = hosts_without(config, self._run, task.cluster)
         # Where nodes are shared Slurm might give it one that the run has.
         without = dict.fromkeys([*listed, *sorted(bad), *wanted.without])

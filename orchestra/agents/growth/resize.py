@@ -59,7 +59,9 @@ class Resize:
             with contextlib.suppress(OSError):
                 events = read_events(context.run)
                 self._listed = context.scheduler.excluded()
-                self._excluded = excluded_hosts(events, context.scheduler.facts())
+                self._excluded = excluded_hosts(
+                    events, context.scheduler.facts(), config.recovery.exclude_hours
+                )
                 self._due = _last_change(events) + (config.recovery.resize_every_s or 0.0)
                 starts = (event for event in reversed(events) if event["event"] == "attempt_started")
                 start = next((event for event in starts if event["attempt"] == record.number), None)

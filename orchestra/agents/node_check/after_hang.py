@@ -80,7 +80,8 @@ def cut_off(context: AgentContext, order: Order) -> list[int]:
     alone = [
         node for node in without_links(members, order.number, context.group.num_nodes) if node in order.nodes
     ]
-    bad = choose_nodes.excluded_hosts(read_events(context.run), context.scheduler.facts())
+    hours = context.config.recovery.exclude_hours
+    bad = choose_nodes.excluded_hosts(read_events(context.run), context.scheduler.facts(), hours)
     left = [
         node
         for node, member in members.items()

@@ -101,6 +101,13 @@ class PackedJob(SlurmJob):
         facts = {"after": attempt, "rule": decision.rule, "exclude": list(decision.exclude)}
         return self._left(events, decision.reason, **facts)
 
+    def moved_to(self) -> str | None:
+        """Return nothing: no job is submitted for a place alone."""
+        return None
+
+    def complete_history(self) -> None:
+        """Leave the job's records to who keeps its members at work."""
+
     def let_go(self, hosts: Collection[str]) -> None:
         """Leave the node to the other members."""
 

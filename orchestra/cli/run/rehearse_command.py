@@ -12,6 +12,7 @@ import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from orchestra.cli.hydra_options import add_config_dir, with_presets
@@ -21,7 +22,7 @@ from orchestra.cli.text import figures
 from orchestra.cli.text.describe import invocation, shown, typed_name
 from orchestra.cli.text.figures import number_of
 from orchestra.cli.text.resolve import add_directory_option, resolve
-from orchestra.config.machine import Situation, signature, this_machine
+from orchestra.config.machine import Situation, by_itself, signature, this_machine
 from orchestra.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError, OrchestraError
 from orchestra.rehearsal.judge import STRETCHES, Judgement, Recovery, RehearsalCheck, judged
 from orchestra.rehearsal.prepare_rehearsal import (
@@ -275,9 +276,10 @@ def _trained(config: Config, run: RunDir) -> int:
 
 def _on_cluster(target: RunDir, arguments: Namespace) -> int:
     site = ask(is_dry=arguments.dry_run, folder=target.path.parent)
-    config = rehearsed_config(target, arguments.overrides, Situation("submit", cluster=site))
+    situation = Situation("submit", cluster=site, is_alone=True)
+    config = by_itself(rehearsed_config(target, arguments.overrides, situation))
     site.require()
-    plan = _plan(target, with_measured_network(config), arguments, Situation("submit"))
+    plan = _plan(target, with_measured_network(config), arguments, replace(situation, cluster=None))
     share = site.share(config)
     planned = [
         placed_run(submission_of(request, share), time.time()) for request in _requests(plan, arguments)

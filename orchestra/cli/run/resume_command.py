@@ -22,7 +22,7 @@ from orchestra.cli.run.submit_command import job_lines, print_job_script
 from orchestra.cli.run.sweep_text import resume_sweep
 from orchestra.cli.text.describe import invocation
 from orchestra.cli.text.resolve import add_directory_option, resolve_target
-from orchestra.config.machine import Situation, this_machine
+from orchestra.config.machine import Situation, by_itself, this_machine
 from orchestra.errors import EXIT_DONE, ConfigError
 from orchestra.report.run_state import name_of
 from orchestra.report.unwatched import stop_with_command
@@ -151,16 +151,20 @@ def _train_here(arguments: Namespace, target: RunDir, answer: SchedulerAnswer) -
 
 def _submit(arguments: Namespace, target: RunDir, answer: SchedulerAnswer) -> int:
     site = ask(is_dry=arguments.dry_run, folder=target.path.parent)
-    situation = Situation("resume", cluster=site)
+    situation = Situation("resume", cluster=site, is_alone=True)
     plan = _planned(arguments, target, situation, answer)
     if plan.is_finished:
         return _say_finished(plan, as_json=arguments.json)
     site.require()
+    # A member of a sweep keeps what it shares a node by, for when the sweep goes on.
+    alone = by_itself(plan.config)
+    if plan.config.cluster.members_per_node == "auto":
+        # That is counted for the members of a sweep together.
+        plan = replace(plan, config=alone)
     if plan.overrides:
-        config = fitted(plan.config, site, checks_memory=not arguments.skip_memory_check)
-        plan = replace(plan, config=config)
+        fitted(alone, site, checks_memory=not arguments.skip_memory_check)
     following = following_still(target, time.time(), is_dry=arguments.dry_run)
-    planned = resume_job(plan, site.share(plan.config), following)
+    planned = resume_job(plan, site.share(alone), following)
     estimate = site.tested(planned.script())
     if arguments.dry_run and arguments.json:
         script = {"script": planned.script(), "config": plain_values(planned.next.config)}

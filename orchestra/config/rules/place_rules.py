@@ -22,7 +22,7 @@ from conf.schema import (
 )
 from launchers.slurm.batch_script import option_problems, srun_option_problems
 from orchestra.config.keys import shown
-from orchestra.config.machine import Situation, world_size
+from orchestra.config.machine import Situation, by_itself, world_size
 from orchestra.data.token_files import (
     NAMES_OF_SOURCES,
     SOURCE_NAME,
@@ -502,7 +502,7 @@ def _each_would_fill(key: str, number: int, what: str) -> str:
     )
 
 
-def rule_members_per_node(config: Config, _: Situation) -> Iterator[str]:
+def rule_members_per_node(config: Config, situation: Situation) -> Iterator[str]:
     cluster, members = config.cluster, config.cluster.members_per_node
     if (isinstance(members, str) and members != "auto") or (isinstance(members, int) and members < 1):
         yield f"cluster.members_per_node={members} is no number of members; use 1 or more, or auto"
@@ -512,6 +512,9 @@ def rule_members_per_node(config: Config, _: Situation) -> Iterator[str]:
     given = f"cluster.members_per_node={members}"
     if cluster.launcher is LauncherName.local:
         yield f"{given} is for sweeps on Slurm (`orchestra submit -m`); here it is cluster.members_at_once"
+    if situation.is_alone:
+        # A single run has its nodes for itself, whatever a site's file says of sweeps.
+        return
     if cluster.nodes > 1 or cluster.spare_nodes:
         what = "cluster.spare_nodes" if cluster.nodes == 1 else "cluster.nodes"
         number = cluster.spare_nodes or cluster.nodes
@@ -538,4 +541,4 @@ def rule_alternatives(config: Config, _: Situation) -> Iterator[str]:
 def rule_cluster(config: Config, situation: Situation) -> Iterator[str]:
     """Ask the cluster, where the command has one."""
     if config.cluster.launcher is LauncherName.slurm and situation.cluster is not None:
-        yield from situation.cluster.problems(config)
+        yield from situation.cluster.problems(by_itself(config) if situation.is_alone else config)

@@ -581,11 +581,11 @@ def test_a_node_that_failed_twice_is_used_where_slurm_has_no_other_and_no_broken
     groups.pop().leave()
     there = groups[0].members()
     assert preflight.first_nodes(there) == ((0, 1) if is_used else None)
-    assert excluded_hosts(read_events(run), {}) == {"node2"}
+    assert excluded_hosts(read_events(run), {}, 24.0) == {"node2"}
     if is_used:
         # It is one of the run's own again: a failure is no loss of it.
         EventWriter(run, "next", ATTEMPT + 1).write("attempt_started", job="8", job_start=0, hosts=hosts)
-        assert excluded_hosts(read_events(run), {}) == frozenset()
+        assert excluded_hosts(read_events(run), {}, 24.0) == frozenset()
     else:
         words = WaitForNodes(led(run, groups[0], Cluster())).too_few(members({}, {}, {}))
         assert words.startswith("node2 failed this run before, or computed something wrong")

@@ -232,6 +232,59 @@ def test_when_all_ranks_are_in_sight_the_one_behind_is_found_soon(node: Node) ->
     assert [(hang.rank, hang.limit_s) for hang in node.look(40)] == [(1, 10.0)]
 
 
+def collectives(node: Node, *entered: int) -> None:
+    """Let all ranks have recorded the same collectives, and be in the next one, or not there yet."""
+    last = {"backend": "gloo", "retired": True, "state": "scheduled", "is_p2p": False}
+    for rank in range(node.watched.world_size):
+        done = [{**last, "profiling_name": "gloo:all_reduce", "process_group": ["0", ""]}]
+        done += [{**done[0], "retired": False}] if rank in entered else []
+        entries = [{**each, "collective_seq_id": 7 + place} for place, each in enumerate(done)]
+        file = node.run.rank_collectives(0, rank)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({"entries": entries}))
+
+
+def stand_in_backward(node: Node) -> None:
+    node.beat(Phase.backward, 12)
+    # They fall silent in the same step; what they recorded is there as soon as that is seen.
+    assert node.look(11) == []
+
+
+def test_of_ranks_in_one_backward_pass_the_one_is_named_that_the_others_wait_for(node: Node) -> None:
+    stand_in_backward(node)
+    collectives(node, 0)
+    assert [hang.rank for hang in node.look(40)] == [1]
+    (event,) = node.events("hang_detected")
+    assert (event["rank"], event["is_awaited"]) == (1, True)
+    assert [each["rank"] for each in event["ranks"]] == [0, 1]
+    named = culprit(read_events(node.run))
+    assert named is not None
+    assert named.rank == 1
+    assert node.look(5) == []
+
+
+def test_where_their_records_tell_nothing_all_of_them_are_named(node: Node) -> None:
+    stand_in_backward(node)
+    collectives(node, 0, 1)
+    assert [hang.rank for hang in node.look(40)] == [0, 1]
+    assert not any("is_awaited" in event for event in node.events("hang_detected"))
+    named = culprit(read_events(node.run))
+    assert named is not None
+    assert named.rank is None
+
+
+@pytest.mark.parametrize("is_elsewhere", [True, False])
+def test_ranks_that_wait_for_one_of_another_node_leave_that_to_its_agent_for_a_while(
+    half: Node, is_elsewhere: bool
+) -> None:
+    half.beat(Phase.backward, 12)
+    assert half.look(55) == []
+    collectives(half, 0, 1, 2) if is_elsewhere else collectives(half, 0, 1, 2, 3)
+    began = half.now
+    assert {hang.rank for hang in half.look(30)} == {0, 1}
+    assert (half.now - began > 16.0) is is_elsewhere
+
+
 def test_slow_ranks_that_move_and_a_slow_first_step_are_no_hang(node_of: Begin) -> None:
     node = node_of(2)
     node.beat(Phase.step, 1)

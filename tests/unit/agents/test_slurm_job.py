@@ -17,7 +17,7 @@ from launchers import LauncherError
 from launchers.node_group import NodeGroup
 from launchers.slurm.this_job import JobSignals, JobTask, OwnJob, parsed
 from orchestra.agents import slurm_job
-from orchestra.agents.context import AgentContext
+from orchestra.agents.context import END, AgentContext
 from orchestra.agents.leader import Leader
 from orchestra.agents.slurm_job import GoOnBy, RunContinuation, SlurmJob, StopFacts, continuation, is_stalled
 from orchestra.agents.wait_for_nodes import called_off
@@ -363,6 +363,61 @@ def test_without_room_the_job_waits_until_slurm_has_noticed_the_dead_node(run: R
     assert requeued(run)[0]["exclude"] == []
 
 
+@pytest.mark.parametrize("own", [[], ["node4"]])
+def test_hosts_that_were_listed_when_the_script_was_written_are_left_out_no_longer_than_the_list_says(
+    run: RunDir, slurm: Slurm, own: list[str]
+) -> None:
+    script = ["node3", *own]
+    slurm.has_job("12", ExcNodeList=",".join(script))
+    slurm.tell(f"job-{','.join(script)}", "\n".join(script))
+    requeue(job_of(run, 2, exclude=own), run)
+    chained = RunContinuation(
+        forgotten(run),
+        job_of(run, 2, exclude=own, requeue=Requeue.chain)._config,
+        TASK,
+        0,
+        EventWriter(run, node_writer(0, 0), 0),
+        lambda: frozenset([LIMIT]),
+    )
+    chained.go_on(STOPPED)
+    assert [exclude for exclude, _ in asked(slurm)] == [",".join(own)] * 2
+    # A script that says no more than the configuration needs no other word.
+    slurm.has_job("12", ExcNodeList=",".join(own))
+    slurm.tell(f"job-{','.join(own)}", "\n".join(own))
+    requeue(job_of(forgotten(run), 2, exclude=own), run)
+    assert asked(slurm)[-1] == (None, None)
+
+
+@pytest.mark.parametrize("is_range", [True, False])
+def test_a_run_that_may_train_on_fewer_nodes_waits_for_no_dead_one(
+    run: RunDir, slurm: Slurm, is_range: bool
+) -> None:
+    """It waited until Slurm had noticed, and of a job that asks for all its nodes until that one was back."""
+    config = Config()
+    own = replace(config.cluster, nodes=4, gpus_per_node=1, min_nodes=2 if is_range else None)
+    recovery = replace(config.recovery, min_nodes=2)
+    job = SlurmJob(run, replace(config, cluster=own, recovery=recovery), TASK)
+    assert requeue(job, run, "node2") == "job 20 goes on (requeued without it)"
+    assert asked(slurm) == [("node2", None)]
+    # The script of a job that may begin with two says so.
+    assert options(slurm.calls("sbatch")[0], "nodes") == (None if is_range else "2-4")
+    (event,) = requeued(run)
+    assert event["exclude"] == ["node2"]
+
+
+def test_it_asks_for_all_its_nodes_where_the_cluster_has_them(run: RunDir, slurm: Slurm) -> None:
+    config = Config()
+    own = replace(config.cluster, nodes=3, gpus_per_node=1)
+    recovery = replace(config.recovery, min_nodes=1)
+    job = SlurmJob(run, replace(config, cluster=own, recovery=recovery), TASK)
+    requeue(job, run, "node2")
+    assert [options(call, "nodes") for call in slurm.calls("sbatch")] == [None]
+    # One is down that the run did not lose.
+    slurm.has_nodes(node1="idle", node2="idle", node3="down", node4="down")
+    requeue(SlurmJob(forgotten(run), replace(config, cluster=own, recovery=recovery), TASK), run)
+    assert options(slurm.calls("sbatch")[1], "nodes") == "1-3"
+
+
 def test_lost_ones_come_before_listed_ones_and_spares_count_as_needed(run: RunDir, slurm: Slurm) -> None:
     now = time.time()
     listed = ExcludeList(run.path.parent, "alps")
@@ -438,6 +493,93 @@ def test_a_dead_leaders_job_that_slurm_never_had_is_submitted(run: RunDir, slurm
     assert len(slurm.calls("sbatch")) == 1
     assert jobs(run)[-1]["id"] == "20"
     assert jobs(run)[-1]["token"] != "orchestra:1"
+
+
+class Killed(BaseException):
+    """What ends a leader in the midst of what it does."""
+
+
+class LastWord(EventWriter):
+    """The events of a leader that dies before it can write one of them."""
+
+    def write(self, event: str, **evidence: object) -> None:
+        raise Killed(event, evidence)
+
+
+def dead_leader(run: RunDir, nodes: int = 2, *, is_before_start: bool = False) -> None:
+    """Let a leader submit the next job, and die before it says so."""
+    context = {"before_start": True} if is_before_start else {}
+    decision = Decision(Action.requeue, 1, "requeued without it", rule="node_is_gone", exclude=("node2",))
+    with pytest.raises(Killed):
+        job_of(run, nodes).requeue(decision, 0, LastWord(run, node_writer(0, 0), 0, **context))
+    assert requeued(run) == []
+
+
+@pytest.mark.parametrize("is_before_start", [False, True])
+def test_the_job_that_a_dead_leader_submitted_says_itself_why_it_goes_on(
+    run: RunDir, slurm: Slurm, is_before_start: bool
+) -> None:
+    """Nobody of the old job may have lived to say so."""
+    dead_leader(run, is_before_start=is_before_start)
+    next_job = SlurmJob(run, Config(), replace(TASK, job="20"))
+    for _ in range(2):
+        next_job.complete_history()
+    (event,) = requeued(run)
+    told = {key: event.get(key) for key in ("attempt", "job", "after", "how", "rule", "exclude", "reason")}
+    assert told == {
+        "attempt": 0,
+        "job": "20",
+        "after": "12",
+        "how": "chain",
+        "rule": "node_is_gone",
+        "exclude": ["node2"],
+        "reason": "requeued without it",
+    }
+    assert event.get("before_start", False) is is_before_start
+
+
+def test_a_job_whose_submitter_never_had_an_answer_writes_down_which_one_it_is(
+    run: RunDir, slurm: Slurm
+) -> None:
+    dead_leader(run)
+    known = jobs(run)
+    record(run, *known[:-1], {**known[-1], "id": None})
+    slurm.has_job("20", Comment=str(known[-1]["token"]))
+    # A job that was submitted by a person says nothing of a move.
+    SlurmJob(run, Config(), replace(TASK, job="20")).complete_history()
+    assert jobs(run)[-1]["id"] == "20"
+    assert [event["job"] for event in requeued(run)] == ["20"]
+
+
+def test_the_next_leader_of_the_same_start_begins_nothing_beside_that_job(run: RunDir, slurm: Slurm) -> None:
+    own = job_of(run, 2)
+    assert own.moved_to() is None
+    dead_leader(run)
+    words = "job 20 goes on, which an agent submitted that led before"
+    assert [own.moved_to(), own.moved_to()] == [words, words]
+    assert len(requeued(run)) == 1
+    # Slurm may start this job again, and somebody else submit another one.
+    assert SlurmJob(run, Config(), replace(TASK, restart=1)).moved_to() is None
+    record(run, *jobs(run), {"token": "orchestra:2", "id": "30", "attempt": 1})
+    assert own.moved_to() is None
+
+
+def test_a_start_that_a_dead_leader_let_go_on_elsewhere_ends_as_told_and_is_no_rival(
+    run: RunDir, slurm: Slurm
+) -> None:
+    dead_leader(run, is_before_start=True)
+    slurm.has_job("20", "PENDING", Reason="Priority")
+    group = NodeGroup(run.control / "job-12.start-0", 0, 1, 15.0)
+    group.join("node1", "127.0.0.1", {"port": 1})
+    said: list[str] = []
+    context = AgentContext(run, Config(), group, JobSignals(), job_of(run, 2), said.append)
+    Leader(context).look(None)
+    order = group.newest_order()
+    group.leave()
+    assert order is not None
+    assert (order.action, order.facts["code"]) == (END, 1)
+    assert said == ["job 20 goes on, which an agent submitted that led before"]
+    assert [event["job"] for event in requeued(run)] == ["20"]
 
 
 def test_nothing_is_submitted_where_slurm_does_not_say_if_it_has_the_job(run: RunDir, slurm: Slurm) -> None:

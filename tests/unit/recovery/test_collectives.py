@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from orchestra.recovery.collectives import parsed, stalled_collectives
+from orchestra.recovery.collectives import awaited, parsed, stalled_collectives
 from orchestra.report.stalled import stalled_words
 from orchestra.run.events import EventWriter, node_writer, read_events
 from orchestra.run.paths import RunDir
@@ -111,6 +111,28 @@ def test_whom_a_stalled_collective_waits_for_is_named(records: dict[int, Any], w
     assert words_of(records) == [words]
 
 
+def awaited_in(records: dict[int, dict[str, Any]], world_size: int = 3) -> set[int]:
+    known = {rank: parsed(json.dumps(each).encode()) for rank, each in records.items()}
+    return set(awaited(known, world_size))
+
+
+def test_awaited_is_who_has_not_come_and_waits_for_nobody() -> None:
+    waits = record(entry(16), entry(17, RUNS))
+    assert awaited_in({0: waits, 1: record(entry(16)), 2: waits}) == {1}
+    # One that left no record, as of a stopped process; but not beside one that says that it has not come.
+    assert awaited_in({0: waits, 2: waits}) == {1}
+    assert awaited_in({0: waits, 1: record(entry(16))}) == {1}
+    # The device of one has not begun with what the others are in.
+    assert awaited_in({0: waits, 1: record(entry(17, WAITS)), 2: waits}) == {1}
+    # All are there: the network, or nothing is known.
+    assert awaited_in(dict.fromkeys(range(3), waits)) == set()
+    assert awaited_in(dict.fromkeys(range(3), record(entry(17, WAITS)))) == set()
+    assert awaited_in({}) == set()
+    # It waits for a message of one other rank, as between stages.
+    message = {**entry(9, RUNS), "is_p2p": True}
+    assert awaited_in({0: waits, 1: record(entry(16), message), 2: waits}) == set()
+
+
 def test_what_is_over_or_was_sent_to_one_rank_stalls_nobody() -> None:
     sent = {**entry(9, RUNS), "is_p2p": True}
     assert words_of({rank: record(entry(17), sent) for rank in range(3)}) == []
@@ -125,6 +147,7 @@ def test_the_rank_that_waits_for_nobody_comes_first() -> None:
         1: {**record(entry(4, RUNS, group="4")), "groups": pairs},
         2: {**record(entry(16)), "groups": pairs},
     }
+    assert awaited_in(records) == {2}
     first, second = words_of(records)
     assert first.startswith("rank 2 has not entered all_reduce 17 of group dp (2 ranks, bf16[512, 4])")
     assert second.startswith("rank 0 has not entered all_reduce 4 of group tp (2 ranks, bf16[512, 4])")

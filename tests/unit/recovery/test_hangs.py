@@ -154,6 +154,24 @@ def test_on_one_node_nobody_is_blamed_while_whom_he_waits_for_is_nearly_as_long_
     assert hangs.hanging([waiting, dataclasses.replace(behind, silent_s=0.2)], limits) == [waiting]
 
 
+def test_of_several_at_the_same_place_none_is_named_before_the_others() -> None:
+    """In one backward pass with collectives inside whoever beat first may only wait for who beat last."""
+    first, last = at(0, Phase.backward, silent_s=10.1), at(1, Phase.backward, silent_s=9.8)
+    limits = {0: 10.0, 1: 10.0}
+    assert hangs.hanging([first, last], limits) == []
+    both = [dataclasses.replace(rank, silent_s=rank.silent_s + 1.0) for rank in (first, last)]
+    assert hangs.hanging(both, limits) == both
+    # One that still works is waited for by nobody.
+    assert hangs.hanging([first, dataclasses.replace(last, silent_s=0.2)], limits) == [first]
+
+
+def test_so_it_is_over_all_nodes() -> None:
+    early = [at(rank, Phase.backward, silent_s=20.5) for rank in (0, 2)]
+    assert ranks(*early, at(1, Phase.backward, silent_s=19.5)) == []
+    assert ranks(*early, at(1, Phase.backward, silent_s=20.1)) == [0, 2, 1]
+    assert ranks(*early, stopped(1, Phase.backward, silent_s=10.5)) == [0, 2, 1]
+
+
 @pytest.mark.parametrize("own_phase", [Phase.step, Phase.data])
 def test_where_all_limits_are_what_is_configured_a_node_whose_rank_waits_looks_after_the_one_it_waits_for(
     own_phase: Phase,
@@ -240,6 +258,18 @@ def test_whom_the_others_wait_for(positions: tuple[RankPosition, ...], rank: int
     found = named(stalled(*positions))
     assert (found.rank, found.host) == (rank, None if rank is None else "node0")
     assert why in found.why
+
+
+def test_of_several_at_one_place_the_one_is_named_that_the_others_collectives_wait_for() -> None:
+    same = tuple(at(rank, Phase.backward) for rank in range(4))
+    hang = {**stalled(*same, event="hang_detected"), "rank": 2, "is_awaited": True}
+    found = named(stalled(*same), hang)
+    assert (found.rank, found.host) == (2, "node0")
+    assert found.why == "others wait in a collective for rank 2, in backward of micro-batch 0 of step 8"
+    # A word of the records is no evidence against what the positions say, nor is a wait without it.
+    assert named({**hang, "is_awaited": None}).rank is None
+    behind = stalled(*same[:3], at(3, Phase.forward))
+    assert named(hang, {**behind, "host": "node1"}).rank == 3
 
 
 def test_of_each_rank_the_last_word_counts() -> None:

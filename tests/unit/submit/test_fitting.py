@@ -21,7 +21,7 @@ from orchestra.run.config_file import write_config
 from orchestra.run.paths import RunDir, SweepMember
 from orchestra.run.record import RunPhase
 from orchestra.submit.site import Site
-from orchestra.submit.submission import Submission, advice, memory_problem, plan_sweep, with_cluster
+from orchestra.submit.submission import Submission, advice, memory_problem, plan, plan_sweep, with_cluster
 from orchestra.submit.sweeps.members import MemberRun
 from orchestra.submit.sweeps.submit_sweep import MemberChanges, resumed_members
 
@@ -140,6 +140,32 @@ def test_as_many_members_share_a_node_as_fit_and_no_more_are_submitted() -> None
         planned("model=debug", f"cluster.members_per_node={most + 8}")
     assert members("model=debug", "cluster.gpus_per_node=3") == 2
     assert members("model=debug", "train.micro_batch_size=auto", "train.global_batch_size=8") == 8
+
+
+@pytest.mark.parametrize("members", ["16", "auto"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        # A site's file says how members of sweeps lie; none of that is to be said of a single run.
+        ("cluster.nodes=4",),
+        ("cluster.spare_nodes=1",),
+        ("cluster.requeue=chain",),
+        ("cluster.gpus_per_node=8",),
+        ("cluster.gpus_per_node=1", "train.micro_batch_size=auto", "train.global_batch_size=8"),
+        ("cluster.device=cpu", "train.micro_batch_size=auto"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_single_run_is_judged_and_submitted_as_one_that_shares_no_node(
+    shape: Sequence[str], members: str
+) -> None:
+    kinds = (NodeKind(8, 96, 8, "idle", frozenset({"h100"})),)
+    site = Site((Partition("main", True, True, "infinite", kinds),), is_dry=True)
+    device = () if "cluster.device=cpu" in shape else ("cluster.device=cuda",)
+    words = with_cluster([*device, "cluster.gpus_per_node=2", "model=debug", *shape])
+    (of_site,) = plan([*words, f"cluster.members_per_node={members}"], site, ()).members
+    (plain,) = plan(words, site, ()).members
+    assert (of_site.config, of_site.share) == (plain.config, plain.share)
 
 
 def test_members_that_go_on_with_changes_are_fitted_as_new_ones_are(tmp_path: Path) -> None:

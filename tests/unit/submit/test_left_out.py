@@ -122,6 +122,25 @@ def test_whom_the_next_job_does_not_get(states: str, wanted: int, found: NextJob
     assert len(usable - set(found.exclude)) >= min(wanted, len(usable))
 
 
+@pytest.mark.parametrize(
+    ("states", "fewest", "found"),
+    [
+        # Without those that failed just now fewer nodes will do; for one on the list none is given up.
+        ("idle idle idle idle", 2, NextJobHosts(("node2", "node3"), (), True)),
+        ("idle allocated mixed idle", 3, NextJobHosts(("node2",), ("node3",), True)),
+        ("idle down idle idle", 3, NextJobHosts(("node2",), ("node3",), True)),
+        ("idle down down idle", 2, NextJobHosts(("node2", "node3"), (), True)),
+        # Even with them there are too few.
+        ("idle down down down", 2, NextJobHosts()),
+    ],
+)
+def test_whom_a_job_does_not_get_that_may_have_fewer_nodes(
+    states: str, fewest: int, found: NextJobHosts
+) -> None:
+    words = dict(zip(NODES, states.split(), strict=True))
+    assert bounded(["node2", "node3"], ["node1"], words, len(NODES), fewest) == found
+
+
 def test_a_silent_cluster_is_a_note(known: ExcludeList, fake_slurm: FakeSlurm, tmp_path: Path) -> None:
     known.add(listed("node3"))
     fake_slurm.says("sinfo", complains="slurm_load_partitions: refused", code=1)

@@ -22,6 +22,7 @@ from orchestra.run.config_file import read_config, write_config
 from orchestra.run.events import EventWriter, rank_writer
 from orchestra.run.paths import RunDir
 from orchestra.run.record import fallback_place
+from orchestra.submit.claims import is_held
 from orchestra.submit.new_run import RunRequest, planned_run, prepare
 from orchestra.submit.resume_run import ResumePlan, claim, plan_resume
 
@@ -204,6 +205,20 @@ def test_a_claim_that_nobody_can_check_counts_for_a_while(run: RunDir, content: 
     long_ago = time.time() - 3600
     os.utime(run.claim(1), (long_ago, long_ago))
     assert planned(run).number == 2
+
+
+def test_a_claim_of_a_host_whose_clock_ran_ahead_counts_no_longer_than_others(run: RunDir) -> None:
+    run.control.mkdir()
+    now, file = time.time(), run.claim(1)
+    for ahead_s in (-300.0, 300.0, 86_400.0):
+        file.write_text(json.dumps({"host": "elsewhere", "pid": 1, "time": now + ahead_s}))
+        os.utime(file, (now, now))
+        assert is_held(file, now), "it may just have been written"
+    # What the file system says of it is another clock's word; here that one was as wrong.
+    os.utime(file, (now - 700.0, now - 700.0))
+    assert not is_held(file, now)
+    os.utime(file, (now + 86_400.0, now + 86_400.0))
+    assert not is_held(file, now)
 
 
 def test_the_configuration_of_an_attempt_that_trained_is_never_overwritten(run: RunDir) -> None:
