@@ -431,6 +431,8 @@ ELSEWHERE = {
     "rule_checkpoint_space",
     "rule_checkpoint_memory",
     "rule_init_from",
+    # It asks a plug-in: test_eval_rules.
+    "rule_eval_documents",
     # Groups of this machine: test_permissions.
     "rule_run_group",
     "rule_launcher",
