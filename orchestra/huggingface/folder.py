@@ -364,7 +364,7 @@ def from_json(value: Mapping[str, Any]) -> tuple[Storage, str, Manifest]:
             Chunk(box, file, begin, box.num_elements * ITEM_BYTES[dtype], "") for box, file, begin in boxes
         )
         tensors[name] = Tensor(dtype, tuple(shape), "", tuple(made))
-    parent, name = _parted(value["place"])
+    _, parent, name = _parted(value["place"])
     return open_storage(parent), name, _manifest(value["files"], tensors)
 
 
