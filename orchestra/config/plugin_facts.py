@@ -44,6 +44,7 @@ class PluginFacts:
     apart_problem: str | None = None
     gathers: bool = False
     vocabularies: Mapping[str, int] = field(default_factory=dict)
+    separators: Mapping[str, int] = field(default_factory=dict)
     identity: str | None = None
     block_parameters: int | None = None
 

@@ -57,14 +57,14 @@ def content_of(data: DataConfig) -> list[Any]:
     return [str(data.source), own]
 
 
-def other_separator(name: str, separator_id: int, of_training: int) -> str:
+def other_separator(name: str, separator_id: int, of_training: int, *, is_packed: bool = True) -> str:
     """Return what is wrong with a source whose documents end with another token than the training's, where
-    the model tells them apart by that.
+    the model tells them apart by that. `is_packed`: it is a token file.
     """
+    advice = "pack it with the same --separator" if is_packed else "let them end with the same token"
     return (
         f"eval.data.{name}: token {separator_id} ends its documents and {of_training} those of the training, "
-        "by which data.document_masks=true tells them apart; pack it with the same --separator, or use "
-        "data.document_masks=false"
+        f"by which data.document_masks=true tells them apart; {advice}, or use data.document_masks=false"
     )
 
 

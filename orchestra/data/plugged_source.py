@@ -18,7 +18,8 @@ from orchestra.plugins import Plugin, loaded, one_line, other_source, source_plu
 
 class Samples(Protocol):
     """What a plug-in returns. A sample is seq_len + 1 tokens, 0 to vocab_size - 1, of any kind of integers;
-    the same ones whenever its index is asked for.
+    the same ones whenever its index is asked for. It may name the token that ends each document as
+    `separator_id`.
     """
 
     num_samples: int
@@ -49,6 +50,19 @@ class PluggedSamples:
             raise ConfigError(f"{said}: identity={source.identity!r}; expected words that name the data")
         self._source, self._seq_len, self._said = source, seq_len, said
         self.num_samples, self.vocab_size = int(source.num_samples), int(source.vocab_size)
+        # The token that ends each document; None: the source names none.
+        self.separator_id = self._separator_id(getattr(source, "separator_id", None))
+
+    def _separator_id(self, named: Any) -> int | None:
+        if named is None:
+            return None
+        is_number = isinstance(named, int | np.integer) and not isinstance(named, bool)
+        if not is_number or not 0 <= named < self.vocab_size:
+            raise ConfigError(
+                f"{self._said}: separator_id={named!r}; expected a token from 0 to {self.vocab_size - 1}, "
+                "or None"
+            )
+        return int(named)
 
     @property
     def identity(self) -> str:

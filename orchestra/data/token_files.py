@@ -146,6 +146,21 @@ def index_of(path: str) -> TokenIndex:
     return parse_index(_read_remote(system, f"{remote}.json", f"{prefix}.json"), f"{prefix}.json")
 
 
+def is_missing(path: str) -> bool:
+    """Whether there is neither a token file at `path` (as of `index_of`) nor its index; False where that
+    cannot be seen: who reads it is told why.
+    """
+    prefix = token_file_prefix(path)
+    local = local_prefix(prefix)
+    try:
+        if local is not None:
+            return not (Path(f"{local}.json").exists() or Path(f"{local}.bin").exists())
+        system, remote = file_system(prefix)
+        return not (system.exists(f"{remote}.json") or system.exists(f"{remote}.bin"))
+    except Exception:  # noqa: BLE001  as `_read_remote`
+        return False
+
+
 def check_separator(index: TokenIndex, name: str) -> None:
     """Raise DataError when no token of the token file `name` can be its separator."""
     if index.separator_id >= index.vocab_size:

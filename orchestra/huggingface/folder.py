@@ -6,6 +6,7 @@ There are no checksums in such a folder, so its chunks have none.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -141,6 +142,8 @@ INDEX = "model.safetensors.index.json"
 FLOAT_TYPES = ("F64", "F32", "BF16", "F16")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _NUM_LISTED = 4
+_WANTED = f"give a folder with {CONFIG} and *.safetensors in it"
+_ABSENT = "{} is not there or empty; " + _WANTED
 _PARAMETERS_PER_LAYER = 9
 
 
@@ -176,10 +179,8 @@ def open_folder(place: str) -> Folder:
     Raises DataError naming the file and the tensor: no such folder, pickled weights only, another
     architecture, tensors that are missing, superfluous, of another shape or of no floating-point type.
     """
-    if "://" not in place:
-        place = os.path.abspath(os.path.expanduser(place))  # noqa: PTH100,PTH111  text, not files
-    parent, name = _parted(place)
-    if not name or parent.endswith(":/"):
+    place, parent, name = _parted(place)
+    if not _is_folder(parent, name):
         raise DataError(f"{place}: expected a folder with config.json and *.safetensors in it")
     try:
         return _opened(place, open_storage(parent), name)
@@ -187,17 +188,36 @@ def open_folder(place: str) -> Folder:
         raise DataError(f"{place}: cannot be read: {error}") from error
 
 
-def _parted(place: str) -> tuple[str, str]:
-    """Return the place above a folder, and the folder's name."""
+def absence(place: str) -> str | None:
+    """Return that nothing lies at a place, as a sentence; None where something does, or where that cannot be
+    seen: `open_folder` tells why.
+    """
+    place, parent, name = _parted(place)
+    with contextlib.suppress(CheckpointError):
+        if _is_folder(parent, name) and not open_storage(parent).names(name):
+            return _ABSENT.format(place)
+    return None
+
+
+def _parted(place: str) -> tuple[str, str, str]:
+    """Return a folder's place as a whole, the place above it, and its name."""
+    if "://" not in place:
+        place = os.path.abspath(os.path.expanduser(place))  # noqa: PTH100,PTH111  text, not files
     parent, _, name = place.rstrip("/").rpartition("/")
-    return parent or "/", name
+    return place, parent or "/", name
+
+
+def _is_folder(parent: str, name: str) -> bool:
+    """Whether it is more than the root of a file system, or a bucket."""
+    return bool(name) and not parent.endswith(":/")
 
 
 def _opened(place: str, storage: Storage, name: str) -> Folder:
     present = storage.names(name)
+    if not present:
+        raise DataError(_ABSENT.format(place))
     if CONFIG not in present:
-        found = "is not there or empty" if not present else f"has no {CONFIG}"
-        raise DataError(f"{place} {found}; give a folder with {CONFIG} and *.safetensors in it")
+        raise DataError(f"{place} has no {CONFIG}; {_WANTED}")
     document = _json(storage, f"{name}/{CONFIG}", f"{place}/{CONFIG}")
     model = model_of(document, f"{place}/{CONFIG}", name)
     headers = {file: read_header(storage, name, file) for file in _files(storage, name, present)}
@@ -344,7 +364,7 @@ def from_json(value: Mapping[str, Any]) -> tuple[Storage, str, Manifest]:
             Chunk(box, file, begin, box.num_elements * ITEM_BYTES[dtype], "") for box, file, begin in boxes
         )
         tensors[name] = Tensor(dtype, tuple(shape), "", tuple(made))
-    parent, name = _parted(value["place"])
+    _, parent, name = _parted(value["place"])
     return open_storage(parent), name, _manifest(value["files"], tensors)
 
 

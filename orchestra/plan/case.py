@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from conf.schema import ModelConfig
 from orchestra.plan.devices import Accelerator, CollectiveGroup, Network
@@ -146,7 +146,7 @@ class PlanCase(TrainingShape):
         """Nodes that the ranks fill."""
         return -(-self.layout.world_size // self.devices_per_node)
 
-    @property
+    @cached_property
     def stages(self) -> tuple[PipelineStage, ...]:
         """The pipeline stages as this trainer cuts them."""
         if self.framework.name == OWN:

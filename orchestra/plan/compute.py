@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, fields, replace
+from itertools import groupby
 
 from conf.schema import ContextMethod, PrecisionName, Recompute
 from orchestra.plan.case import PlanCase, RankElements, held_of_layer, most_experts
@@ -189,10 +190,11 @@ def mean_layer_time(case: PlanCase, *, is_pressed: bool = False) -> LayerTime:
     is_even = case.options.recompute_every == 1 and case.options.activation_bytes is None
     if is_even and not num_dense:
         return layer_time(case, is_pressed=is_pressed)
-    kinds = Counter(
-        (kind, number < num_dense and case.model.num_experts > 0)
-        for number, kind in enumerate(recomputed_kinds(case))
-    )
+    of_layers = recomputed_kinds(case)
+    kinds = Counter[tuple[Recompute, bool]]()
+    for is_dense, its in ((True, of_layers[:num_dense]), (False, of_layers[num_dense:])):
+        for kind, alike in groupby(its):
+            kinds[kind, is_dense] += sum(1 for _ in alike)
     times = {kind: layer_time(_with_layers(case, *kind), is_pressed=is_pressed) for kind in kinds}
     if len(kinds) == 1:
         return next(iter(times.values()))

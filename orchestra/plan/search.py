@@ -14,6 +14,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import NamedTuple
 
 from conf.schema import Config, Offload, Recompute
@@ -22,12 +23,13 @@ from orchestra.plan.compute import head_time, layer_time, mean_layer_time
 from orchestra.plan.frameworks import OWN
 from orchestra.plan.predict import Prediction, predict, step_time
 from orchestra.plan.space import Fixed, LayoutChoice, MeshDegrees, Space, Value, space_of, values_of
-from orchestra.plan.stage_memory import fullest_stage_bytes
+from orchestra.plan.stage_memory import fullest_stage_bytes, least_bytes
 from orchestra.sizes.advice import AFTER_SEARCH, OFFLOAD, MemoryNeed, unless_refused, what_fits
 
 # Times that differ by less are the same but for rounding, and so, to those who choose, are peaks within 5 %.
 _SAME_TIME = 1e-9
 _SAME_PEAK = 1.05
+_LESS_ROUNDING = 1 - 1e-9
 
 
 class Candidate(NamedTuple):
@@ -40,10 +42,11 @@ class Candidate(NamedTuple):
 
 
 class TimedLayout(NamedTuple):
-    """A candidate and the seconds that its step takes."""
+    """A candidate, the seconds that its step takes, and what results are ordered by."""
 
     time_s: float
     candidate: Candidate
+    order: tuple[float, int, int, bool, float]
 
 
 @dataclass(frozen=True)
@@ -69,10 +72,11 @@ def search(space: Space, top: int, is_chosen: Callable[[PlanCase], bool] = lambd
 
     Where nothing fits it looks again beyond the limits that a space has unless it is wide.
     """
-    num_layouts, fitting, nearest = _survey(space)
+    known: dict[LayoutChoice, Candidate] = {}
+    num_layouts, fitting, nearest = _survey(space, known)
     if not fitting and not space.wide:
         wider = replace(space, wide=True)
-        further, fitting, nearest_of_all = _survey(wider)
+        further, fitting, nearest_of_all = _survey(wider, known)
         if further > num_layouts:
             space, num_layouts, nearest = wider, further, nearest_of_all
     race = _Race(fitting)
@@ -99,7 +103,7 @@ def peak_that_fits(space: Space) -> float | None:
             case = space.case(
                 LayoutChoice(mesh, zero, split, recompute, size, space.shard_degrees(mesh, zero)[0])
             )
-            if recompute is not kinds[0][1] or has_idle_stage(case.stages):
+            if recompute is not kinds[0][1] or has_idle_stage(case.stages) or _exceeds(case, usable):
                 continue
             peak = fullest_stage_bytes(case, layer_time(case))
             if peak <= usable:
@@ -130,8 +134,12 @@ def remedies(config: Config, space: Space) -> list[tuple[str, float, str]]:
     return [*freed, *((remedy.overrides, remedy.peak_bytes, remedy.way.why) for remedy in helping)]
 
 
-def _survey(space: Space) -> tuple[int, list[Candidate], PlanCase | None]:
-    """Return how many layouts there are, those that fit, and the case that takes the least memory."""
+def _survey(
+    space: Space, known: dict[LayoutChoice, Candidate]
+) -> tuple[int, list[Candidate], PlanCase | None]:
+    """Return how many layouts there are, those that fit, and the case that takes the least memory. `known`:
+    layouts of this space, or of one inside of it, that were looked at; those that are here are added.
+    """
     usable = space.base.device.usable_bytes
     num_layouts, fitting = 0, []
     nearest: tuple[float, PlanCase | None] = (float("inf"), None)
@@ -141,15 +149,22 @@ def _survey(space: Space) -> tuple[int, list[Candidate], PlanCase | None]:
             num_layouts += len(sizes)
             for size in sizes:
                 choice = smallest._replace(micro_batch_size=size)
-                candidate = _candidate(choice, space.case(choice))
-                if has_idle_stage(candidate.case.stages):
+                case = space.case(choice)
+                if has_idle_stage(case.stages) or _exceeds(case, max(usable, nearest[0])):
                     break
+                candidate = known.get(choice) or _candidate(choice, case)
+                known[choice] = candidate
                 if candidate.peak_bytes < nearest[0]:
                     nearest = candidate.peak_bytes, candidate.case
                 if candidate.peak_bytes > usable:
                     break
                 fitting.append(candidate)
     return num_layouts, fitting, nearest[1]
+
+
+def _exceeds(case: PlanCase, num_bytes: float) -> bool:
+    """Whether a layout takes more than so many bytes even without its steps; the margin is for rounding."""
+    return least_bytes(case) * _LESS_ROUNDING > num_bytes
 
 
 def _candidate(choice: LayoutChoice, case: PlanCase) -> Candidate:
@@ -168,7 +183,8 @@ class _Race:
 
     def _time(self, candidate: Candidate) -> TimedLayout:
         if candidate.choice not in self._timed:
-            self._timed[candidate.choice] = TimedLayout(step_time(candidate.case).total, candidate)
+            time_s = step_time(candidate.case).total
+            self._timed[candidate.choice] = TimedLayout(time_s, candidate, _order(time_s, candidate))
         return self._timed[candidate.choice]
 
     def _predict(self, layout: TimedLayout) -> Prediction:
@@ -179,15 +195,22 @@ class _Race:
 
     def fastest(self, top: int, is_wanted: Callable[[Candidate], bool]) -> tuple[Prediction, ...]:
         """Return the best layout of each of the `top` best meshes, among those that are wanted."""
+        return self._fastest(top, filter(is_wanted, self._candidates))
+
+    def _fastest(self, top: int, candidates: Iterable[Candidate]) -> tuple[Prediction, ...]:
+        """Return the same of candidates, those first that can take the least time."""
         best: dict[MeshDegrees, TimedLayout] = {}
-        for candidate in self._candidates:
-            times = sorted(layout.time_s for layout in best.values())
-            if len(times) >= top and candidate.least_s > times[top - 1] * (1 + _SAME_TIME):
+        limit_s = math.inf
+        for candidate in candidates:
+            if candidate.least_s > limit_s:
                 break
-            if is_wanted(candidate):
-                mesh, layout = candidate.choice.mesh, self._time(candidate)
-                best[mesh] = min(best.get(mesh, layout), layout, key=_order)
-        return tuple(map(self._predict, sorted(best.values(), key=_order)[:top]))
+            mesh, layout = candidate.choice.mesh, self._time(candidate)
+            before = best.get(mesh)
+            if before is None or layout.order < before.order:
+                best[mesh] = layout
+                times = sorted(layout.time_s for layout in best.values())
+                limit_s = times[top - 1] * (1 + _SAME_TIME) if len(times) >= top else math.inf
+        return tuple(map(self._predict, sorted(best.values(), key=attrgetter("order"))[:top]))
 
     def pareto(self) -> tuple[Prediction, ...]:
         """Return what no other layout beats in both: the fastest first, each next one takes less memory."""
@@ -202,20 +225,20 @@ class _Race:
 
     def by_value(self, knob: str, values: Iterable[Value]) -> dict[Value, Prediction | None]:
         """Return the best layout with each value of a knob; None where none fits."""
-        return {value: next(iter(self._with(knob, value)), None) for value in values}
+        with_value: dict[Value, list[Candidate]] = {value: [] for value in values}
+        for candidate in self._candidates:
+            with_value[candidate.choice.value(knob)].append(candidate)
+        return {value: next(iter(self._fastest(1, its)), None) for value, its in with_value.items()}
 
-    def _with(self, knob: str, value: Value) -> tuple[Prediction, ...]:
-        return self.fastest(1, lambda layout: layout.choice.value(knob) == value)
 
-
-def _order(layout: TimedLayout) -> tuple[float, int, int, bool, float]:
+def _order(time_s: float, candidate: Candidate) -> tuple[float, int, int, bool, float]:
     """Return what results are ordered by: time; of those that take the same, the one with the fewest axes;
     then much less memory; then what recomputes nothing.
     """
-    choice, _, peak_bytes, _ = layout.candidate
+    choice, _, peak_bytes, _ = candidate
     mesh = choice.mesh
     return (
-        float(f"{layout.time_s:.9g}"),
+        float(f"{time_s:.9g}"),
         sum(size > 1 for size in (mesh.tp, mesh.pp, mesh.cp, mesh.ep)),
         round(math.log(peak_bytes, _SAME_PEAK)),
         choice.recompute is not Recompute.none,

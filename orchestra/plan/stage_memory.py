@@ -41,6 +41,7 @@ otherwise.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 
 from conf.schema import Family, ModelConfig, PrecisionName, Recompute
@@ -48,7 +49,7 @@ from orchestra.plan.case import PlanCase, RankElements, held_by_rank, held_of_la
 from orchestra.plan.compute import LayerTime, waits_at_hand_over
 from orchestra.plan.frameworks import OWN
 from orchestra.sizes.flops import attention_width, feed_forward_width, key_value_width, num_dense_layers
-from orchestra.sizes.memory import rank_bytes, recomputed_kinds, schedule_states
+from orchestra.sizes.memory import lasting_bytes, rank_bytes, recomputed_kinds, schedule_states
 from orchestra.sizes.pipeline_schedule import splits_backward
 from orchestra.sizes.training_shape import MicroBatchTokens, PipelineStage
 
@@ -144,16 +145,29 @@ def fullest_stage_bytes(case: PlanCase, layer: LayerTime) -> float:
     """Return the peak of the fullest stage alone, in less time: of stages alike the first holds the most
     micro-batches, and the last one the most whose weights' gradients are taken later.
     """
-    num_dense = num_dense_layers(case.model)
-
-    def kind(stage: PipelineStage) -> tuple[int, int, bool, bool]:
-        return stage.num_layers, stage.num_of_first(num_dense), stage.has_embedding, stage.has_head
-
-    firsts = [*{kind(stage): stage for stage in case.stages[::-1]}.values()]
+    firsts = _stages_by_kind(case, case.stages[::-1])
     if case.framework.name == OWN and splits_backward(case.schedule):
-        firsts += {kind(stage): stage for stage in case.stages}.values()
+        firsts += _stages_by_kind(case, case.stages)
     kept = _gathered_bytes(case, layer, is_pressed=False)
     return max(_of_stage(case, stage, kept).total for stage in firsts)
+
+
+def least_bytes(case: PlanCase) -> float:
+    """Return what the fullest stage takes without what its steps add, in far less time than with it."""
+    stages = _stages_by_kind(case, case.stages)
+    if case.is_counted_in_full:
+        return max(lasting_bytes(case, stage) for stage in stages)
+    return max(states_of_rank(case, held_by_rank(case.model, stage, case.layout)).total for stage in stages)
+
+
+def _stages_by_kind(case: PlanCase, stages: Sequence[PipelineStage]) -> list[PipelineStage]:
+    """Return the last ones of those alike."""
+    num_dense = num_dense_layers(case.model)
+    kinds = {
+        (stage.num_layers, stage.num_of_first(num_dense), stage.has_embedding, stage.has_head): stage
+        for stage in stages
+    }
+    return list(kinds.values())
 
 
 def fits(case: PlanCase, memory: tuple[Memory, ...]) -> bool:

@@ -190,6 +190,10 @@ class SweepDir:
     control = _Below("control")
     report = _Below("report.html")
 
+    def has_records(self) -> bool:
+        """Whether the sweep's record is there. Raises OSError where that cannot be seen."""
+        return self.record.exists()
+
     def code_of_array(self, array: int) -> Path:
         return self.path / f"code.array-{array:03d}"
 

@@ -32,6 +32,8 @@ not in it.
 from __future__ import annotations
 
 import bisect
+import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -78,15 +80,13 @@ class LayerActivations:
 
     def kept_bytes(self, kind: Recompute) -> int:
         """Return what the layer keeps from its forward pass to its backward pass."""
-        elements = {
-            Recompute.none: self._all,
-            Recompute.selective: self._of_products,
-            Recompute.full: self._input,
-        }
-        statistics = self._statistics if kind is Recompute.none else 0.0
-        if kind is Recompute.selective:
+        elements, statistics = self._input, 0.0
+        if kind is Recompute.none:
+            elements, statistics = self._all, self._statistics
+        elif kind is Recompute.selective:
+            elements = self._of_products
             statistics = self.model.num_experts + self._heads * self._keeps_attention
-        each = elements[kind] * self.element_bytes + statistics * _STATISTIC_BYTES
+        each = elements * self.element_bytes + statistics * _STATISTIC_BYTES
         if self.model.kv_lora_rank is not None and not self.is_gpu:
             each += self._scores_bytes(kind)
         masks = 0.0
@@ -284,10 +284,11 @@ def peak_bytes(layer: LayerActivations, kinds: Sequence[Recompute], num_dense: i
         (replace(layer, model=without_experts(layer.model)), kinds[:num_dense]),
         (layer, kinds[num_dense:]),
     ):
-        kept = {kind: layers.kept_bytes(kind) for kind in {Recompute.none, *its}}
-        for kind in its:
-            most = max(most, before + kept[Recompute.none])
-            before += kept[kind]
+        for kind, alike in itertools.groupby(its):
+            kept, count = layers.kept_bytes(kind), sum(1 for _ in alike)
+            # Of layers alike the last one finds the most before it.
+            most = max(most, before + (count - 1) * kept + layers.kept_bytes(Recompute.none))
+            before += count * kept
     return most
 
 
@@ -341,6 +342,7 @@ def budget_problems(layer: LayerActivations, num_layers: int, budget_gib: float)
         )
 
 
+@functools.lru_cache(maxsize=256)
 def every_kth(kind: Recompute, every: int, num_layers: int) -> tuple[Recompute, ...]:
     """Return the kinds of the layers where layers 0, `every`, 2·`every`, … are recomputed."""
     return tuple(kind if index % every == 0 else Recompute.none for index in range(num_layers))

@@ -15,10 +15,12 @@ The trainer takes its own block sizes from here (`chunk_tokens`, `ROUNDED_CPU`, 
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain
+from functools import lru_cache
+from itertools import accumulate, chain, groupby
 
 from conf.schema import (
     ContextMethod,
@@ -186,10 +188,29 @@ class RankBytes:
 
 def rank_bytes(shape: TrainingShape, stage: PipelineStage) -> RankBytes:
     """Return what a rank of a stage takes in orchestra's trainer."""
-    width, options = widths(shape.precision), shape.options
+    parts = _parts_of(shape)
+    state = _state_of(shape, stage, parts)
+    return replace(
+        state,
+        step=step_bytes(shape, stage, parts),
+        buffers=state.first_buffers + _messages(shape, stage, parts),
+    )
+
+
+def lasting_bytes(shape: TrainingShape, stage: PipelineStage) -> float:
+    """Return what of `rank_bytes` is there between steps and from the first one on, in far less time."""
+    return _state_of(shape, stage, _parts_of(shape)).total
+
+
+def _parts_of(shape: TrainingShape) -> RankParameters:
     pipeline = shape.pipeline
     has_both_ends = pipeline.rank_of(0) == pipeline.rank_of(pipeline.num_stages - 1)
-    parts = rank_parameters(shape.model, shape.layout.tp, shape.layout.ep, has_both_ends=has_both_ends)
+    return rank_parameters(shape.model, shape.layout.tp, shape.layout.ep, has_both_ends=has_both_ends)
+
+
+def _state_of(shape: TrainingShape, stage: PipelineStage, parts: RankParameters) -> RankBytes:
+    """Return what a rank takes without what a step and sums over ranks add."""
+    width, options = widths(shape.precision), shape.options
     shards, of_experts = max(1, shape.num_shards), shape.num_expert_shards
     experts, rest = parts.experts_of(stage), parts.of(stage)
     size = rest + experts
@@ -224,9 +245,9 @@ def rank_bytes(shape: TrainingShape, stage: PipelineStage) -> RankBytes:
         gradients=(owned + whole_too if shape.zero >= 2 else size) * width.gradients,
         masters=masters,
         optimizer=moments,
-        step=step_bytes(shape, stage, parts),
+        step=StepBytes(0.0, 0.0),
         first_buffers=gathered,
-        buffers=gathered + _messages(shape, stage, parts),
+        buffers=gathered,
         host=host,
         disk=disk,
     )
@@ -327,8 +348,8 @@ def _work_of(shape: TrainingShape, stage: PipelineStage, layers: range, parts: R
     layer, kinds = layer_of(shape), recomputed_kinds(shape)[layers.start : layers.stop]
     num_dense = max(0, min(len(kinds), num_dense_layers(shape.model) - layers.start))
     dense = layer_of(shape, has_experts=False)
-    kept = sum(dense.kept_bytes(kind) for kind in kinds[:num_dense])
-    kept += sum(layer.kept_bytes(kind) for kind in kinds[num_dense:])
+    kept = sum(dense.kept_bytes(kind) * sum(1 for _ in alike) for kind, alike in groupby(kinds[:num_dense]))
+    kept += sum(layer.kept_bytes(kind) * sum(1 for _ in alike) for kind, alike in groupby(kinds[num_dense:]))
     is_kept = [kind is Recompute.none for kind in kinds]
     fewer = _kept_in_fp8(shape, has_experts=False) * sum(is_kept[:num_dense])
     fewer += _kept_in_fp8(shape, has_experts=True) * sum(is_kept[num_dense:])
@@ -613,7 +634,7 @@ def _gathered(shape: TrainingShape, parts: RankParameters, stage: PipelineStage)
     """
     both = (parts.before * stage.has_embedding, parts.after * stage.has_head)
     ends = max(both) if shape.layout.pp == 1 else sum(both)
-    layers = [sum(tensors) for tensors in parts.layers_of(stage)[::-1]]
+    layers = parts.layer_sizes_of(stage)[::-1]
     # Layers take turns, from the model's end on: each buffer is as large as the largest of its own.
     own = max(layers[::2], default=0) + max(layers[1::2], default=0)
     is_shared = shape.num_expert_shards > 1
@@ -651,24 +672,37 @@ def _filling_at_experts(shape: TrainingShape, stage: PipelineStage, parts: RankP
     if not mixtures or (shape.num_expert_shards == 1 and shape.layout.ep > 1):
         return 0.0
     least = shape.options.bucket_bytes / widths(shape.precision).gradients
+    at_once = takes_experts_at_once(shape.precision, is_gpu=shape.options.is_gpu)
+    return _most_filling(stage, parts, least, at_once=at_once)
+
+
+@lru_cache(maxsize=4096)
+def _most_filling(stage: PipelineStage, parts: RankParameters, least: float, *, at_once: bool) -> float:
+    mixtures = parts.num_mixtures_of(stage)
     layers = parts.layers_of(stage)[::-1]
     others = (parts.after * stage.has_head, *(each for tensors in layers for each in tensors[::-1]))
-    of_others = buckets((*others, parts.before * stage.has_embedding), least)
-    of_experts = buckets(parts.of_experts * mixtures, least)
+    of_others = _Units(buckets((*others, parts.before * stage.has_embedding), least))
+    of_experts = _Units(buckets(parts.of_experts * mixtures, least))
     of_layer = sum(parts.of_experts)
-    at_once = takes_experts_at_once(shape.precision, is_gpu=shape.options.is_gpu)
     most, before = 0.0, others[0]
     for layer, tensors in enumerate(layers[:mixtures]):
-        touched = _touched(of_experts, layer * of_layer, (layer + 1) * of_layer)
-        open_now = _touched(of_others, before, before)
+        touched = of_experts.touched(layer * of_layer, (layer + 1) * of_layer)
+        open_now = of_others.touched(before, before)
         most = max(most, sum(open_now) + (max(touched) if at_once else sum(touched)))
         before += sum(tensors)
     return most
 
 
-def _touched(units: Sequence[float], begin: float, end: float) -> list[float]:
-    """Return the units that hold some of the elements `begin` to `end`; of none, the one with some before and
-    some after them.
-    """
-    ends = zip(units, accumulate(units), strict=True)
-    return [size for size, its_end in ends if its_end - size < end and its_end > begin]
+class _Units:
+    """Units of elements, one after the other."""
+
+    def __init__(self, sizes: Sequence[float]) -> None:
+        self._sizes = sizes
+        self._borders = [0.0, *accumulate(sizes)]
+
+    def touched(self, begin: float, end: float) -> Sequence[float]:
+        """Return the sizes of those that hold some of the elements `begin` to `end`; of none, that of the one
+        with some before and some after them.
+        """
+        first = bisect.bisect_right(self._borders, begin, lo=1) - 1
+        return self._sizes[first : bisect.bisect_left(self._borders, end, hi=len(self._sizes))]

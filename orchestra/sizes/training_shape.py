@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from conf.schema import (
     Config,
@@ -103,7 +103,7 @@ class PipelineStage:
     def num_of_first(self, count: int) -> int:
         """Return how many of the model's first layers are among its own."""
         if self.chunks:
-            return sum(number < count for layers in self.chunks for number in layers)
+            return sum(max(0, min(layers.stop, count) - layers.start) for layers in self.chunks)
         return min(count, self.num_layers) if self.index == 0 else 0
 
 
@@ -144,7 +144,7 @@ class RankParameters:
 
     def of(self, stage: PipelineStage) -> int:
         """Return the elements of a pipeline stage, experts left out."""
-        return self.ends_of(stage) + sum(map(sum, self.layers_of(stage)))
+        return self.ends_of(stage) + sum(self.layer_sizes_of(stage))
 
     def ends_of(self, stage: PipelineStage) -> int:
         """Return the elements of a stage that are in no layer."""
@@ -157,6 +157,11 @@ class RankParameters:
     def num_mixtures_of(self, stage: PipelineStage) -> int:
         """Return how many layers of a stage have experts."""
         return stage.num_layers - stage.num_of_first(self.num_dense) if self.of_experts else 0
+
+    def layer_sizes_of(self, stage: PipelineStage) -> list[int]:
+        """Return the elements of each layer of a stage, in the model's order, experts left out."""
+        num_dense = stage.num_of_first(self.num_dense)
+        return [sum(self.of_dense)] * num_dense + [sum(self.of_layer)] * (stage.num_layers - num_dense)
 
     def layers_of(self, stage: PipelineStage) -> tuple[tuple[int, ...], ...]:
         """Return the tensors of each layer of a stage, in the model's order, experts left out."""
@@ -299,7 +304,10 @@ class MicroBatchTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingShape:
-    """A model, a layout and a batch. Sizes in sequences and tokens; `num_shards` ranks share ZeRO's part."""
+    """A model, a layout and a batch. Sizes in sequences and tokens; `num_shards` ranks share ZeRO's part.
+
+    What follows from it and is asked for again and again is kept: a search looks at thousands of them.
+    """
 
     model: ModelConfig
     layout: Layout
@@ -317,7 +325,7 @@ class TrainingShape:
     virtual_stages: int = 1
     cut: tuple[int, ...] | None = None
 
-    @property
+    @cached_property
     def tokens(self) -> MicroBatchTokens:
         """The tokens of one micro-batch on one rank."""
         layout, width = self.layout, 4 if self.precision is PrecisionName.fp32 else 2
@@ -343,7 +351,7 @@ class TrainingShape:
         """Tokens of one optimizer step over all ranks."""
         return self.seq_len * self.micro_batch_size * self.accumulation * self.layout.dp
 
-    @property
+    @cached_property
     def pipeline(self) -> PipelineShape:
         """Which rank of the pipeline has which stages."""
         return shape_of_pipeline(self.schedule, self.layout.pp, self.virtual_stages)
@@ -368,7 +376,7 @@ class TrainingShape:
             return replace(parts, before=parts.before - table)
         return replace(parts, after=parts.after - table)
 
-    @property
+    @cached_property
     def stages(self) -> tuple[PipelineStage, ...]:
         """What each rank of the pipeline has in orchestra's trainer."""
         cut = self.cut or cut_layers(self.model, self.seq_len, self.recompute, self.pipeline.num_stages)
@@ -398,16 +406,23 @@ def gradient_units(
     ZeRO-3 gathers them, else buckets of at least so many bytes; experts, whose units are their own, first.
     Without those that no other rank has. `gradient_bytes`: of an element of the gradients.
     """
-    ends = (parts.after * stage.has_head, parts.before * stage.has_embedding)
-    layers, mixtures = parts.layers_of(stage), parts.num_mixtures_of(stage)
-    if shape.num_expert_shards == 1 and shape.layout.ep > 1:
-        mixtures = 0
+    has_own_experts = shape.num_expert_shards == 1 and shape.layout.ep > 1
+    mixtures = 0 if has_own_experts else parts.num_mixtures_of(stage)
     if shape.zero == 3 and shape.num_shards > 1:
+        ends = (parts.after * stage.has_head, parts.before * stage.has_embedding)
         experts = (sum(parts.of_experts),) * min(2, mixtures)
-        largest = sorted(map(sum, layers))[-2:]
+        largest = sorted(parts.layer_sizes_of(stage))[-2:]
         return (*experts, ends[0], *largest, ends[1])
-    least = shape.options.bucket_bytes / gradient_bytes
-    of_experts = buckets(parts.of_experts * mixtures, least)
+    return _units_of_buckets(stage, parts, mixtures, shape.options.bucket_bytes / gradient_bytes)
+
+
+@lru_cache(maxsize=1024)
+def _units_of_buckets(
+    stage: PipelineStage, parts: RankParameters, num_mixtures: int, least: float
+) -> tuple[float, ...]:
+    ends = (parts.after * stage.has_head, parts.before * stage.has_embedding)
+    of_experts = buckets(parts.of_experts * num_mixtures, least)
+    layers = parts.layers_of(stage)
     others = (ends[0], *(each for tensors in layers[::-1] for each in tensors[::-1]), ends[1])
     return (*of_experts, *buckets(others, least))
 

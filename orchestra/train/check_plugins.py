@@ -51,7 +51,8 @@ class PluginFinding:
     """What was found. `state_bytes`: of the optimizer, for each element of a block's matrix. `parts_problem`:
     why it cannot be given parts of parameters, and `apart_problem` why not some of the parameters alone;
     `gathers`: it puts whole ones together by itself.
-    `vocabularies`: of sources of data, by their keys; `identity`: which data the training's source has.
+    `vocabularies`: of sources of data, by their keys, and `separators`, of those that name the token which
+    ends each document; `identity`: which data the training's source has.
     `block_parameters`: of all layers together.
     """
 
@@ -61,6 +62,7 @@ class PluginFinding:
     apart_problem: str | None = None
     gathers: bool = False
     vocabularies: dict[str, int] = dataclasses.field(default_factory=dict)
+    separators: dict[str, int] = dataclasses.field(default_factory=dict)
     identity: str | None = None
     block_parameters: int | None = None
 
@@ -97,6 +99,9 @@ def look_at(config: Config) -> PluginFinding:
         finding,
         problems=[*problems, *finding.problems],
         vocabularies={key: samples.vocab_size for key, samples in opened.items()},
+        separators={
+            key: samples.separator_id for key, samples in opened.items() if samples.separator_id is not None
+        },
         identity=opened["data.source"].identity if "data.source" in opened else None,
         block_parameters=None if problems or config.model.block is None else _num_parameters(config),
     )

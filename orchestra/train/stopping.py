@@ -21,7 +21,6 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -32,6 +31,7 @@ from orchestra.run.control import profile_requests, stop_requests
 from orchestra.run.control.profile_requests import MOST_RANKS, ProfileRequest
 from orchestra.run.control.stop_requests import StopRequest
 from orchestra.run.paths import RunDir
+from orchestra.run.removal import RemovalCheck
 
 # How often rank 0 looks into the folder of requests.
 LOOK_S = 1.0
@@ -56,13 +56,6 @@ class TraceOrder:
     token: str
 
 
-def _device_of(folder: Path) -> int:
-    """Return the number of the file system that a folder is on, or would be. Raises OSError."""
-    while not folder.exists():
-        folder = folder.parent
-    return folder.stat().st_dev
-
-
 class RequestWatch:
     """Looks for requests to stop one attempt, or to trace it, once a second, in a thread. *Rank 0 only*.
 
@@ -75,9 +68,7 @@ class RequestWatch:
         self._attempt = attempt
         self._is_over = threading.Event()
         self.seen: StopRequest | None = None
-        # When its records were there last, and on which file system; None: never.
-        self._there_at: float | None = None
-        self._device: int | None = None
+        self._removal_check = RemovalCheck(run)
         # Requests to trace that nobody has taken yet, and the tokens of all that were seen.
         self._traces: deque[ProfileRequest] = deque()
         self._tokens: set[str] = set()
@@ -102,13 +93,8 @@ class RequestWatch:
                     self._traces.append(request)
 
     def _removal(self) -> StopRequest | None:
-        now = time.monotonic()
-        if self._run.has_records():
-            self._there_at, self._device = now, _device_of(self._run.path)
-        if self._there_at is None or now - self._there_at < AWAY_S:
-            return None
-        # What is not mounted comes back.
-        if _device_of(self._run.path) != self._device:
+        away_s = self._removal_check.away_s(time.monotonic())
+        if away_s is None or away_s < AWAY_S:
             return None
         return stop_requests.new_request(self._attempt, stop_requests.REMOVED)
 

@@ -59,8 +59,10 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Import and return 0. Raises ConfigError for the words, DataError for what the folder holds."""
-    from orchestra.huggingface.folder import open_folder, overrides_for
+    """Import and return 0. Raises ConfigError for the words, also where nothing lies at FOLDER, and DataError
+    for what it holds.
+    """
+    from orchestra.huggingface.folder import absence, open_folder, overrides_for
 
     place = arguments.folder
     if arguments.source == _DCP:
@@ -71,6 +73,8 @@ def run(arguments: Namespace) -> int:
         raise ConfigError(
             "only --from dcp takes more than a FOLDER: a Hugging Face folder is read where it is"
         )
+    if (missing := absence(place)) is not None:
+        raise ConfigError(missing)
     folder = open_folder(place)
     overrides = overrides_for(folder)
     if arguments.json:

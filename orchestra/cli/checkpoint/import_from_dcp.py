@@ -46,11 +46,15 @@ class DcpSource:
     step: int | None
 
     def ask(self, act: str, **request: Any) -> dict[str, Any]:
-        """Let a process of its own do `act`, and return its answer. Raises DataError with its words."""
-        if "://" not in self.place and not Path(_absolute(self.place)).is_dir():
-            raise DataError(
-                f"{self.place} is no folder of this machine; give the folder that "
-                "torch.distributed.checkpoint wrote, with its .metadata"
+        """Let a process of its own do `act`, and return its answer. Raises DataError with its words, and
+        ConfigError where nothing lies at the place.
+        """
+        if self._is_missing():
+            is_local = "://" not in self.place
+            found = "is no folder of this machine" if is_local else "is not there or empty"
+            raise ConfigError(
+                f"{self.place} {found}; give the folder that torch.distributed.checkpoint wrote, with its "
+                ".metadata"
             )
         asked = {"act": act, "source": _absolute(self.place), "model": self.model_key, "step": self.step}
         # Our own packages first, and not the working directory.
@@ -72,6 +76,15 @@ class DcpSource:
             raise DataError(last[0])
         why = f"ended with {signal.Signals(-done.returncode).name}" if done.returncode < 0 else last[0]
         raise DataError(f"{self.place}: the process that reads it failed: {why}; nothing was imported")
+
+    def _is_missing(self) -> bool:
+        if "://" not in self.place:
+            return not Path(_absolute(self.place)).is_dir()
+        try:
+            return not open_storage(self.place).names()
+        except CheckpointError:
+            # The process that reads it tells why.
+            return False
 
 
 def model_of(overrides: Sequence[str]) -> ModelConfig:

@@ -21,7 +21,8 @@ _MAX_THREADS = 8
 _MAX_SHOWN = 12
 _EXPLAINED = """\
 Reads PREFIX.bin whole, here or at a URL, and names every block that is not as it was packed, with its offset.
-Ranks check each block too, when they first read of it. Exit code 1 where anything is damaged.
+Ranks check each block too, when they first read of it. Exit code 1 where anything is damaged, 2 where
+nothing lies at one of them: then none is read.
 
   orchestra data verify packed/text s3://bucket/corpus
 """
@@ -37,18 +38,22 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     """Verify the files one after the other; return 0, or 1 when something is damaged.
 
-    Raises DataError where a file is missing or its index is none.
+    Raises ConfigError where nothing lies at one of them, DataError where a file has no index or the other way
+    round, or its index is none.
     """
     from orchestra.data.block_checks import verified
-    from orchestra.data.token_files import token_file_prefix
+    from orchestra.data.token_files import is_missing, token_file_prefix
 
     threads = arguments.threads
     if threads is None:
         threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
     if threads < 1:
         raise ConfigError(f"--threads {threads}: expected 1 or more")
-    records = []
-    for prefix in map(token_file_prefix, arguments.files):
+    prefixes, records = [token_file_prefix(path) for path in arguments.files], []
+    if missing := [prefix for prefix in prefixes if is_missing(prefix)]:
+        advice = "give the PREFIX of what `orchestra data pack` wrote"
+        raise ConfigError([f"{prefix}.bin: no such file, nor its index; {advice}" for prefix in missing])
+    for prefix in prefixes:
         began = time.monotonic()
         with _progress(prefix) as on_block:
             index, damages = verified(prefix, threads, on_block)

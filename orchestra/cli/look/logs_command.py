@@ -22,6 +22,7 @@ from orchestra.report.scheduler import job_logs, newest_job, with_scheduler
 from orchestra.run.events import read_events
 from orchestra.run.paths import RunDir
 from orchestra.run.record import RunPhase
+from orchestra.run.removal import RemovalCheck
 
 _POLL_S = 0.5
 
@@ -69,6 +70,7 @@ class _StateFollower:
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
+        self._removal_check = RemovalCheck(run)
         self._questions = Questions()
         self._state: RunState | None = None
         self._said: str | None = None
@@ -79,7 +81,7 @@ class _StateFollower:
         Raises OrchestraError where the run's directory was removed or renamed.
         """
         with contextlib.suppress(OSError):
-            if not self._run.has_records():
+            if self._removal_check.away_s(time.monotonic()) is not None:
                 raise OrchestraError(f"{shown(self._run.path)} was removed: there is nothing more to follow")
         own = read_state(self._run, time.time())
         may_go_on_by_itself = own.state in (RunPhase.unknown, RunPhase.died, RunPhase.stopped)

@@ -7,6 +7,7 @@ the run, so that the next watch does not say them again; nothing else of a run i
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import secrets
 import socket
@@ -34,7 +35,7 @@ from orchestra.alerts.outlets import (
     webhook,
 )
 from orchestra.alerts.upkeep_detectors import failing_members
-from orchestra.cli.text.describe import invocation, note_unanswered
+from orchestra.cli.text.describe import invocation, note_unanswered, typed_name
 from orchestra.cli.text.resolve import TARGET_HELP, Target, add_directory_option, resolve_target
 from orchestra.errors import EXIT_ALERT, EXIT_DONE, EXIT_UNSEEN, ConfigError
 from orchestra.recovery.history import last_attempt
@@ -44,6 +45,7 @@ from orchestra.run.events import EventWriter, read_events
 from orchestra.run.files import Record
 from orchestra.run.paths import RunDir, SweepDir
 from orchestra.run.record import RunPhase
+from orchestra.run.removal import RemovalCheck
 
 _EVERY_S = 30.0
 _VERBS = ("status", "logs", "why", "resume", "cancel", "profile", "checkpoint ls")
@@ -58,7 +60,8 @@ Each alert is said once to each place, with what shows it, since when and what t
 over. What could not be seen is said too: it is not fine for being unknown.
 
 Exit codes of --once: 0 all was seen and nothing fires, 3 an alert fires, 4 nothing fires, but not all could
-be seen. Without --once: 0 the runs ended well, 3 an alert was open at the end.
+be seen. Without --once: 0 the runs ended well, 3 an alert was open at the end, 4 none was, but a run was
+removed or renamed before it ended: it is watched no longer.
 """
 
 
@@ -141,7 +144,7 @@ def run(arguments: Namespace) -> int:
     if arguments.once:
         _print_whole(looks, arguments)
         return EXIT_ALERT if is_alarmed else EXIT_UNSEEN if is_blind else EXIT_DONE
-    return EXIT_ALERT if is_alarmed else EXIT_DONE
+    return EXIT_ALERT if is_alarmed else EXIT_UNSEEN if watch.has_lost_one else EXIT_DONE
 
 
 def _outlets(arguments: Namespace) -> list[Outlet]:
@@ -206,6 +209,12 @@ class Watch:
     is_exported: bool = False
     # The runs of the last look, by their paths: a member may be named beside its sweep.
     seen: dict[Path, prometheus.Seen] = field(default_factory=dict)
+    # Whether one was removed or renamed before it was seen to end.
+    has_lost_one: bool = False
+    # Whether those that were removed since then are known to have been removed, by their paths.
+    _removal_checks: dict[Path, RemovalCheck] = field(default_factory=dict)
+    # Runs and sweeps that have ended, as the last look found them: they may be removed after that.
+    _ends: dict[Path, list[OneLook]] = field(default_factory=dict)
     # Members that ended, as they were when they did.
     _over: dict[Path, prometheus.Seen] = field(default_factory=dict)
     # What this terminal shows of each run, by the alerts' keys.
@@ -219,22 +228,46 @@ class Watch:
         """Look at all of them once, and say what is new; return what was found, and whether one goes on."""
         now = time.time()
         self.seen = {}
-        states, problems = self._states(targets, now)
+        removed = [target for target in targets if self._is_removed(target, now)]
+        states, problems = self._states([target for target in targets if target not in removed], now)
         if problems and not self._noted.intersection(problems):
             note_unanswered(problems)
             self._noted.update(problems)
-        looks = []
+        looks, goes_on = [], False
+        for target in removed:
+            looks += self._of_removed(target, typed_name(target))
         for state in states:
-            looks += (
-                self._of_sweep(state, now) if isinstance(state, SweepState) else [self._of_run(state, now)]
-            )
-        phases = [
-            phase
-            for state in states
-            for phase in (state.counts if isinstance(state, SweepState) else [state.state])
-        ]
-        is_unknown = any(isinstance(state, SweepState) and state.problem is not None for state in states)
-        return looks, is_unknown or any(phase.goes_on for phase in phases)
+            if isinstance(state, SweepState):
+                of_one, may_change = self._of_sweep(state, now)
+                self._keep_end(state.sweep.path, of_one, may_change)
+            else:
+                of_one, may_change = [self._of_run(state, now)], state.state.goes_on
+                self._keep_end(Path(state.path), of_one, may_change)
+            looks += of_one
+            goes_on |= may_change
+        return looks, goes_on
+
+    def _is_removed(self, place: Target, now: float) -> bool:
+        check = self._removal_checks.setdefault(place.path, RemovalCheck(place))
+        try:
+            return check.away_s(now) is not None
+        except OSError:
+            # Reading it tells why.
+            return False
+
+    def _of_removed(self, place: Target, name: str) -> list[OneLook]:
+        """Return how it ended, as it was seen; else say once that nobody will know."""
+        if (end := self._ends.get(place.path)) is not None:
+            return end
+        self.has_lost_one = True
+        detector = "sweep" if isinstance(place, SweepDir) else "ended_badly"
+        return [self._unseen(detector, name, "removed", "it was removed or renamed; it is watched no longer")]
+
+    def _keep_end(self, path: Path, looks: list[OneLook], goes_on: bool) -> None:
+        if goes_on:
+            self._ends.pop(path, None)
+        else:
+            self._ends[path] = looks
 
     def export(self, file: Path) -> list[OneLook]:
         """Write the numbers of the last look for Prometheus; return what says so where that fails."""
@@ -259,11 +292,16 @@ class Watch:
             unreadable = RunState(target.name, str(target.path), RunPhase.unreadable, 0, cause=str(error))
             return [unreadable], []
 
-    def _of_sweep(self, state: SweepState, now: float) -> list[OneLook]:
-        """Look at a sweep as a whole, and at those of its members that go on or have alerts to end."""
+    def _of_sweep(self, state: SweepState, now: float) -> tuple[list[OneLook], bool]:
+        """Look at a sweep as a whole, and at those of its members that go on or have alerts to end; return
+        what was found, and whether one goes on.
+        """
         own, name = RunDir(state.sweep.path), state.sweep.name
         if state.problem is not None:
-            return [self._unseen("sweep", name, RunPhase.unreadable, state.problem)]
+            return [self._unseen("sweep", name, RunPhase.unreadable, state.problem)], True
+        is_there = [not self._lacks_member(state.sweep, each.run, now) for each in state.members]
+        removed = [each for each, is_kept in zip(state.members, is_there, strict=True) if not is_kept]
+        state = replace(state, members=tuple(itertools.compress(state.members, is_there)))
         findings = Findings.of(failing_members(state, self.limits, now, invocation("why", state.sweep)))
         counted = ", ".join(f"{number} {phase}" for phase, number in state.counts.items())
         try:
@@ -273,12 +311,21 @@ class Watch:
         else:
             self._say(own, name, findings, now, events, self.outlets)
             looks = [OneLook(name, counted, findings)]
+        for each in removed:
+            looks += self._of_removed(each.run, each.state.name)
         for each in state.members:
-            if each.state.state.goes_on or self._has_alerts(each.run, name):
+            goes_on = each.state.state.goes_on
+            self._keep_end(each.run.path, [], goes_on)
+            if goes_on or self._has_alerts(each.run, name):
                 looks.append(self._of_run(each.state, now))
             elif self.is_exported:
                 self.seen[each.run.path] = self._ended(each.state, now)
-        return looks
+        return looks, any(phase.goes_on for phase in state.counts)
+
+    def _lacks_member(self, sweep: SweepDir, run: RunDir, now: float) -> bool:
+        """Whether a member was removed. Those that a sweep made itself are there before its record is."""
+        is_own = run.path.parent == sweep.path
+        return self._is_removed(run, now) or (is_own and not _has_records(run))
 
     def _has_alerts(self, run: RunDir, name: str) -> bool:
         """Whether an alert about it has yet to end, or somebody here has yet to hear of its end."""
@@ -312,7 +359,11 @@ class Watch:
         return prometheus.Seen(state, observed, look(observed, self.limits))
 
     def _of_run(self, state: RunState, now: float) -> OneLook:
-        run, seen = RunDir(Path(state.path)), self._see(state, now)
+        run = RunDir(Path(state.path))
+        if not _has_records(run):
+            away = "its records are not there, and its file system may not be mounted"
+            return self._unseen("ended_badly", state.name, RunPhase.unreadable, away)
+        seen = self._see(state, now)
         observed, findings = seen.observed, seen.findings
         self.seen[run.path] = seen
         if observed.state is RunPhase.unreadable:
@@ -399,6 +450,14 @@ class Watch:
                     remembered.pop(0)
         except OSError as error:
             self._note(f"{run.path}: alerts cannot be recorded: {error.strerror}")
+
+
+def _has_records(run: RunDir) -> bool:
+    """Whether a run's records are there; where that cannot be seen reading them tells why."""
+    try:
+        return run.has_records()
+    except OSError:
+        return True
 
 
 def _print_whole(looks: Sequence[OneLook], arguments: Namespace) -> None:

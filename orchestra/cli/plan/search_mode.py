@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from typing import Any
 
-from conf.schema import Config, LauncherName, Offload
+from conf.schema import Config, LauncherName
 from orchestra.cli.plan import Mode, layout_words, print_result
 from orchestra.cli.text import figures
 from orchestra.config.compose import merge, said_twice, settled
@@ -25,7 +25,7 @@ from orchestra.config.machine import Situation, world_size
 from orchestra.config.overrides import Checked, check_overrides
 from orchestra.config.rules.all_rules import problems_of
 from orchestra.config.rules.plugin_rules import rule_block, rule_optimizer
-from orchestra.config.rules.shape_rules import rule_fp8, rule_in_pipeline
+from orchestra.config.rules.shape_rules import rule_fp8, rule_in_pipeline, rule_offload
 from orchestra.errors import EXIT_DONE, EXIT_FAILED, ConfigError
 from orchestra.plan.assemble import for_planning
 from orchestra.plan.case import PlanCase
@@ -149,14 +149,16 @@ def _lasting(config: Config, broken: list[str]) -> list[str]:
         return []
     # ZeRO's stage stays: one that does not exist is wrong for any layout.
     whole = replace(config.parallelism, dp="auto", tp=1, pp=1, cp=1, ep=1, sequence_parallel=False)
-    whole = replace(whole, shard_degree=None, offload=Offload.none, virtual_stages=1, stages=None)
+    whole = replace(whole, shard_degree=None, virtual_stages=1, stages=None)
     alone = replace(
         config,
         cluster=replace(config.cluster, nodes=1, gpus_per_node=1),
         parallelism=whole,
         train=replace(config.train, micro_batch_size=None, recompute_every=1, recompute_budget_gib=None),
     )
-    still = set(problems_of(alone, Situation("plan")))
+    # The ranks and the stage of ZeRO that offload=all needs are a layout's.
+    of_layout = set(rule_offload(alone, Situation("plan")))
+    still = set(problems_of(alone, Situation("plan"))) - of_layout
     return [problem for problem in broken if problem in still]
 
 

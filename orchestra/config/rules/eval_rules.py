@@ -7,6 +7,7 @@ from pathlib import Path
 
 from conf.schema import Config, DataConfig, Source
 from orchestra.config.machine import Situation
+from orchestra.config.plugin_facts import plugin_facts
 from orchestra.config.rules.place_rules import problems_of_blend, problems_of_token_file
 from orchestra.data.held_out import evaluates, held_out_data, other_separator
 from orchestra.data.token_files import (
@@ -17,6 +18,7 @@ from orchestra.data.token_files import (
     token_file_prefix,
 )
 from orchestra.errors import ConfigError, DataError
+from orchestra.plugins import is_plugin
 from orchestra.run.metrics_file import is_eval_column
 
 # The tokenizer of data.source=stdlib, as an index names it, and the separator.
@@ -54,6 +56,36 @@ def rule_eval_data(config: Config, _: Situation) -> Iterator[str]:
             )
         elif config.data.document_masks and held_out[2] != training[2]:
             yield other_separator(name, held_out[2], training[2])
+
+
+def rule_eval_documents(config: Config, situation: Situation) -> Iterator[str]:
+    """The model tells documents apart by the training's separator, also those of a plug-in that it is
+    evaluated on, which has to name the same one.
+    """
+    given, training = config.eval.data, _packed_with(config.data)
+    if not config.data.document_masks or not given or is_plugin(config.data.source):
+        return
+    try:
+        sources = held_out_data(config)
+    except ConfigError:
+        # Another rule tells.
+        return
+    facts = plugin_facts(config)
+    for name, data in sources.items():
+        key = "eval.data.source" if "source" in given else f"eval.data.{name}.source"
+        if not is_plugin(data.source) or key not in facts.vocabularies:
+            continue
+        separator = facts.separators.get(key)
+        if separator is not None and training is not None and separator != training[2]:
+            yield other_separator(name, separator, training[2], is_packed=False)
+        elif separator is None and not situation.from_step and situation.verb != "resume":
+            # A run that goes on is evaluated as it was.
+            its = "the training's" if training is None else str(training[2])
+            yield (
+                f"eval.data.{name}: data.document_masks=true goes by the token that ends each document of "
+                f"the training, and {data.source} names none; let what it returns have separator_id={its}, "
+                "where its documents end with that, or use data.document_masks=false"
+            )
 
 
 def rule_best_by_eval(config: Config, _: Situation) -> Iterator[str]:

@@ -124,8 +124,8 @@ def rule_source(config: Config, _: Situation) -> Iterator[str]:
         yield other_source(data, str(facts.identity))
     if data.document_masks:
         yield (
-            f"data.document_masks=true goes by the token that ends each document, and data.source="
-            f"{data.source} names none; use data.document_masks=false"
+            f"data.document_masks=true goes by the separator of token files, and data.source={data.source} "
+            "reads none; use data.document_masks=false"
         )
 
 

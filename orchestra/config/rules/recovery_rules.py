@@ -42,7 +42,9 @@ def rule_min_nodes(config: Config, situation: Situation) -> Iterator[str]:
 
 
 def rule_range_of_nodes(config: Config, situation: Situation) -> Iterator[str]:
-    """A job that may begin with fewer nodes must have a layout on as few, and be able to go on with them."""
+    """A job that may begin with fewer nodes must have a layout on as few, and be able to go on with them, and
+    one on as many as it wants: whatever lies between may have none.
+    """
     ranks, begin = config.cluster.gpus_per_node, situation.from_step
     nodes, first, least = config.cluster.nodes, config.cluster.min_nodes, config.recovery.min_nodes
     if first is None or first < 1 or nodes < 1:
@@ -57,10 +59,11 @@ def rule_range_of_nodes(config: Config, situation: Situation) -> Iterator[str]:
     elif first < nodes and not isinstance(ranks, str) and ranks >= 1:
         problems = {count: _problem(config, count * ranks, begin) for count in range(first, nodes + 1)}
         able = [count for count, problem in problems.items() if problem is None]
-        if able and able[0] != first:
-            within = f"{able[0]}..{nodes}" if able[0] < nodes else nodes
+        if able and (able[0], able[-1]) != (first, nodes):
+            within = f"{able[0]}..{able[-1]}" if able[0] < able[-1] else able[0]
+            count, cannot = (first, "could not begin") if able[0] != first else (nodes, "could not train")
             yield (
-                f"cluster.nodes={first}..{nodes}: a job of {first} nodes could not begin: {problems[first]}; "
+                f"cluster.nodes={first}..{nodes}: a job of {count} nodes {cannot}: {problems[count]}; "
                 f"use cluster.nodes={within}"
             )
 

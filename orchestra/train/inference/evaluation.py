@@ -24,6 +24,7 @@ from torch import Tensor
 from conf.schema import Config, DataConfig, EvalConfig
 from orchestra.data.held_out import content_of, evaluates, held_out_data, other_separator
 from orchestra.data.order import Int64
+from orchestra.data.plugged_source import PluggedSamples
 from orchestra.data.source import SampleSource, open_source, separator_of
 from orchestra.errors import DataError
 from orchestra.model.loss import IGNORED_TARGET
@@ -31,7 +32,6 @@ from orchestra.model.transformer import Transformer
 from orchestra.parallel.apply import Parallelized
 from orchestra.parallel.mesh import Mesh
 from orchestra.parallel.pipeline.passes import Pipeline
-from orchestra.plugins import is_plugin
 from orchestra.run.events import EventWriter
 from orchestra.run.metrics_file import eval_column, score_column
 from orchestra.sizes.topology import BatchShape, global_batch_size
@@ -150,11 +150,13 @@ def open_held_out(sources: Mapping[str, DataConfig], config: Config) -> dict[str
     opened = {}
     ours = separator_of(config.data) if config.data.document_masks else None
     for name, data in sources.items():
-        theirs = None if ours is None or is_plugin(data.source) else separator_of(data)
-        if ours is not None and theirs is not None and theirs != ours:
-            # Where the index is a local file, the rules have checked this before anything started.
-            raise DataError(other_separator(name, theirs, ours))
         source = open_source(data, config.train.seq_len, held_out=True)
+        if ours is not None:
+            theirs = source.separator_id if isinstance(source, PluggedSamples) else separator_of(data)
+            if theirs is not None and theirs != ours:
+                # Where they can be seen there, the rules have checked this before anything started.
+                is_packed = not isinstance(source, PluggedSamples)
+                raise DataError(other_separator(name, theirs, ours, is_packed=is_packed))
         if source.vocab_size > config.model.vocab_size:
             raise DataError(
                 f"eval.data.{name} has {source.vocab_size} tokens in its vocabulary, the model "

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 from support.command_line import CommandLine
+from support.other_file_system import other_file_system
+from support.run_records import led_here
 
 from orchestra import __version__
 from orchestra.cli.look import logs_command
@@ -139,6 +141,17 @@ def test_logs_of_a_run_that_is_removed_are_not_waited_for(
     assert "broken-1 was removed: there is nothing more to follow" in err
     verdict = Verdict(1, "run directory removed")
     assert describe.resume_lines(failed_run, verdict, []) == [], "nothing is left to resume"
+
+
+def test_logs_of_a_run_whose_file_system_is_away_are_waited_for(
+    orchestra: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with other_file_system(tmp_path / "runs") as mounted:
+        run = led_here(RunDir(tmp_path / "runs" / "first"))
+        story = iter((mounted.take_away, mounted.bring_back, lambda: led_here(run, ended=0)))
+        monkeypatch.setattr(logs_command.time, "sleep", lambda _: next(story)())
+        orchestra("logs", str(run.path), "-f")
+        assert next(story, None) is None
 
 
 def test_the_command_answers_from_a_bare_checkout_and_survives_a_closed_pipe(failed_run: RunDir) -> None:

@@ -7,6 +7,7 @@ import io
 import json
 import re
 import resource
+import shutil
 import socketserver
 import threading
 import time
@@ -17,12 +18,14 @@ from typing import Any
 
 import pytest
 from support.command_line import CommandLine
+from support.other_file_system import other_file_system
 from support.run_records import led_here, submitted_sweep
 from support.waiting import eventually
 
 from conf.schema import CheckpointConfig, Config, WandbConfig, WandbMode
 from orchestra.alerts.observed import Limits
 from orchestra.alerts.outlets import Printed
+from orchestra.cli.look import watch_command
 from orchestra.cli.look.watch_command import Watch
 from orchestra.errors import EXIT_ALERT, EXIT_DONE, EXIT_UNSEEN, EXIT_USAGE
 from orchestra.run.config_file import write_config
@@ -416,6 +419,100 @@ def test_a_member_that_ends_takes_its_alert_along_and_keeps_its_numbers(
     ]
     attempts = {event["event"]: event["attempt"] for event in read_events(sweep.member(1)) if "key" in event}
     assert attempts == {"alert_raised": 0, "alert_ended": 1}
+
+
+def test_a_run_that_is_removed_is_said_once_and_the_others_are_watched_to_their_end(
+    orchestra: CommandLine, first: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = led_here(RunDir(tmp_path / "runs" / "other"))
+    story = iter(
+        (
+            lambda: shutil.rmtree(first.path),
+            # What still writes makes the folder anew, without its records.
+            lambda: first.times.mkdir(parents=True),
+            lambda: led_here(other, ended=0),
+        )
+    )
+
+    def sleep(_: float) -> None:
+        next(story)()
+
+    monkeypatch.setattr(watch_command.time, "sleep", sleep)
+    said = orchestra("watch", "first", "other", *DISK, code=EXIT_UNSEEN)
+    removed = "note: first cannot be seen: it was removed or renamed; it is watched no longer"
+    assert said.err.splitlines() == [removed]
+    assert next(story, None) is None
+
+
+def test_a_run_that_is_removed_after_its_end_was_seen_and_counts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [led_here(RunDir(tmp_path / "runs" / name), ended=code) for name, code in (("a", 0), ("b", 1))]
+    watch = Watch(Limits(disk_free_bytes=0), [])
+    before = watch.look(runs)
+    assert [len(each.findings.alerts) for each in before[0]] == [0, 1]
+    for run in runs:
+        shutil.rmtree(run.path)
+    assert watch.look(runs) == before
+    assert not watch.has_lost_one
+    assert capsys.readouterr().err == ""
+
+
+def unseen(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Return the notes about what cannot be seen; there is one about Slurm where there is none."""
+    return [note for note in capsys.readouterr().err.splitlines() if " cannot be seen: " in note]
+
+
+def test_sweeps_and_members_that_are_removed_are_said_once_and_not_waited_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = submitted_sweep(tmp_path, 3)
+    led_here(sweep.member(0))
+    led_here(sweep.member(2), ended=0)
+    # Nobody saw this one.
+    shutil.rmtree(sweep.member(1).path)
+    watch = Watch(Limits(disk_free_bytes=0), [])
+
+    def notes_of_two_looks(goes_on: bool) -> list[str]:
+        assert [watch.look([sweep])[1] for _ in range(2)] == [goes_on, goes_on]
+        return [note.partition(" cannot")[0] for note in unseen(capsys)]
+
+    assert notes_of_two_looks(goes_on=True) == ["note: lr-sweep/001"]
+    shutil.rmtree(sweep.member(2).path)
+    assert notes_of_two_looks(goes_on=True) == []
+    shutil.rmtree(sweep.member(0).path)
+    assert notes_of_two_looks(goes_on=False) == ["note: lr-sweep/000"]
+    assert watch.has_lost_one
+    watch = Watch(Limits(disk_free_bytes=0), [])
+    sweep = submitted_sweep(tmp_path / "another", 1)
+    led_here(sweep.member(0))
+    assert notes_of_two_looks(goes_on=True) == []
+    shutil.rmtree(sweep.path)
+    assert notes_of_two_looks(goes_on=False) == [f"note: {sweep.path}"]
+    assert watch.has_lost_one
+
+
+def test_runs_and_sweeps_whose_file_system_is_away_are_waited_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with other_file_system(tmp_path / "runs") as mounted:
+        targets = [led_here(RunDir(tmp_path / "runs" / "first")), submitted_sweep(tmp_path, 1)]
+        led_here(targets[1].member(0))
+        watch = Watch(Limits(disk_free_bytes=0), [])
+        assert watch.look(targets)[1]
+        mounted.take_away()
+        for _ in range(2):
+            looks, goes_on = watch.look(targets)
+            assert ([bool(each.findings.unseen) for each in looks], goes_on) == ([True, True], True)
+        first_note, second_note = unseen(capsys)
+        assert "first cannot be seen: its records are not there, and its file system may not" in first_note
+        assert "lr-sweep cannot be seen: " in second_note
+        mounted.bring_back()
+        assert [each.state for each in watch.look(targets)[0]] == ["running", "1 running", "running"]
+        shutil.rmtree(targets[0].path)
+        shutil.rmtree(targets[1].path)
+        assert not watch.look(targets)[1]
+        assert watch.has_lost_one
 
 
 @pytest.mark.parametrize(

@@ -272,6 +272,10 @@ rule_range_of_nodes
         -> cluster.nodes=3..4: a job of 3 nodes could not begin | use cluster.nodes=4
     cluster={nodes: 8, gpus_per_node: 1, min_nodes: 3}  recovery.min_nodes=1  train.global_batch_size=8
         -> a job of 3 nodes could not begin | use cluster.nodes=4..8
+    cluster={nodes: 7, gpus_per_node: 1, min_nodes: 3}  recovery.min_nodes=1  train.global_batch_size=20
+        -> cluster.nodes=3..7: a job of 3 nodes could not begin | use cluster.nodes=4..5
+    cluster={nodes: 7, gpus_per_node: 1, min_nodes: 4}  recovery.min_nodes=1  train.global_batch_size=20
+        -> cluster.nodes=4..7: a job of 7 nodes could not train | dp=7 | use cluster.nodes=4..5
 rule_spare_nodes
     cluster.spare_nodes=1 -> cluster.spare_nodes=1 | launcher=local
 rule_agent_timeout
@@ -427,6 +431,8 @@ ELSEWHERE = {
     "rule_checkpoint_space",
     "rule_checkpoint_memory",
     "rule_init_from",
+    # It asks a plug-in: test_eval_rules.
+    "rule_eval_documents",
     # Groups of this machine: test_permissions.
     "rule_run_group",
     "rule_launcher",

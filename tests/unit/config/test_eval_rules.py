@@ -11,6 +11,7 @@ from conf.schema import BlendPart, Config, DataConfig, Source
 from orchestra.cli import main
 from orchestra.config.compose import compose
 from orchestra.config.machine import Situation
+from orchestra.config.rules.eval_rules import rule_eval_documents
 from orchestra.config.rules.place_rules import rule_data_files
 from orchestra.data.held_out import HELD_OUT, held_out_data
 from orchestra.data.token_files import index_text, read_index
@@ -87,6 +88,49 @@ def test_a_metric_is_one_of_the_held_out_losses() -> None:
     best = ("eval.every_steps=5", "run.metric=eval/held_out/loss", "checkpoint.keep_best=1")
     assert "no multiple of eval.every_steps=5" in problems(*best, "checkpoint.every_steps=12")
     assert config_of(*best, "checkpoint.every_steps=10").checkpoint.every_steps == 10
+
+
+class Plugged:
+    """Samples of one token, which name the token that ends their documents where they are told it."""
+
+    num_samples, vocab_size, identity = 4, 257, "zeros"
+
+    def __init__(self, seq_len: int, *, separator_id: int | None = None) -> None:
+        self.tokens = [0] * (seq_len + 1)
+        if separator_id is not None:
+            self.separator_id = separator_id
+
+    def sample(self, index: int) -> list[int]:  # noqa: ARG002
+        return self.tokens
+
+
+def test_a_plug_in_names_the_token_that_ends_documents_where_the_model_goes_by_it(
+    packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    tokens = ("data=tokens", f"data.path={packed}", "train.seq_len=16", "eval.every_steps=10")
+    masked = "data.document_masks=true"
+
+    def far(separator_id: int | None = None) -> str:
+        options = "" if separator_id is None else f"separator_id:{separator_id}"
+        return f"eval.data={{far:{{source:'{__name__}:Plugged',source_options:{{{options}}}}}}}"
+
+    assert config_of(*tokens, far())
+    config = config_of(*tokens, masked, far(separator_id=256))
+    assert list(open_held_out(held_out_data(config), config)) == ["far"]
+    nameless = problems(*tokens, masked, far())
+    assert "eval.data.far: data.document_masks=true goes by the token" in nameless
+    assert "let what it returns have separator_id=256" in nameless
+    other = problems(*tokens, masked, far(separator_id=10))
+    assert "eval.data.far: token 10 ends its documents and 256 those of the training, by which" in other
+    assert "let them end with the same token" in other
+    config = config_of(*tokens, far(separator_id=10))
+    unchecked = replace(config, data=replace(config.data, document_masks=True))
+    with pytest.raises(DataError, match=r"eval\.data\.far: token 10 ends its documents and 256"):
+        open_held_out(held_out_data(unchecked), unchecked)
+    # A run that goes on is evaluated as it was.
+    unnamed = replace(config_of(*tokens, far()), data=unchecked.data)
+    assert [len(list(rule_eval_documents(unnamed, Situation(verb)))) for verb in ("run", "resume")] == [1, 0]
 
 
 def test_documents_that_another_token_ends_are_refused_before_anything_starts(

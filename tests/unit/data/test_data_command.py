@@ -108,6 +108,17 @@ def test_inputs_without_text_are_refused_and_an_empty_one_among_others_is_not(
     assert "documents 2" in orchestra(*command, str(tmp_path / "full.txt")).out
 
 
+def test_verify_reads_nothing_where_one_of_several_is_not_there(packed: str, orchestra: CommandLine) -> None:
+    there = Path(packed).as_uri()
+    for prefix in (packed, there):
+        done = orchestra("data", "verify", packed, f"{prefix}x", f"{prefix}y.bin", code=EXIT_USAGE)
+        assert done.out == ""
+        assert [line.partition(";")[0] for line in done.err.splitlines()] == [
+            f"error: {prefix}{missing}.bin: no such file, nor its index" for missing in "xy"
+        ]
+    assert orchestra("data", "verify", "memory://nothing", code=EXIT_USAGE).out == ""
+
+
 def test_verify_reads_every_byte_and_names_each_damaged_block(packed: str, orchestra: CommandLine) -> None:
     assert f"{packed}.bin: intact, 2.00kB in 1 block, " in orchestra("data", "verify", packed).out
     content = bytearray(Path(f"{packed}.bin").read_bytes())
@@ -121,7 +132,8 @@ def test_verify_reads_every_byte_and_names_each_damaged_block(packed: str, orche
     assert (record["intact"], record["damages"][0]["offset"], record["num_blocks"]) == (False, 0, 1)
     os.truncate(f"{packed}.bin", 1000)
     assert "breaks off at offset 1000" in orchestra("data", "verify", packed, code=EXIT_FAILED).err
-    assert "no such file" in orchestra("data", "verify", packed + "x", code=EXIT_FAILED).err
+    Path(f"{packed}.bin").unlink()
+    assert "no such file beside its index" in orchestra("data", "verify", packed, code=EXIT_FAILED).err
     assert "expected 1 or more" in orchestra("data", "verify", packed, "--threads", "0", code=EXIT_USAGE).err
 
 

@@ -38,6 +38,12 @@ class Random(Counting):
         return np.random.default_rng().integers(0, 30, self.length)
 
 
+class Ending(Counting):
+    def __init__(self, seq_len: int, *, separator_id: Any = None) -> None:
+        super().__init__(seq_len, step=0)
+        self.separator_id = separator_id
+
+
 class Nameless(Counting):
     identity = ""
 
@@ -87,6 +93,20 @@ def test_a_look_tells_vocabularies_and_which_data_they_are() -> None:
     assert "sample(19) has the token 35" in problem
     assert found.vocabularies == {"data.source": 30}
     assert found.identity == "numbers, 20 samples of 30 words"
+
+
+def test_a_look_tells_which_token_ends_documents_where_a_source_says_so() -> None:
+    def entry(separator_id: Any) -> dict[str, Any]:
+        return {"source": f"{__name__}:Ending", "source_options": {"separator_id": separator_id}}
+
+    held_out = {"a": entry(29), "b": entry(None), "c": entry(30), "d": entry(True)}
+    found = look_at(config_of(DataConfig(), eval=EvalConfig(data=held_out)))
+    assert found.separators == {"eval.data.a.source": 29}
+    assert [problem.partition("; ")[0].rpartition(": ")[2] for problem in found.problems] == [
+        "separator_id=30",
+        "separator_id=True",
+    ]
+    assert all("expected a token from 0 to 29, or None" in problem for problem in found.problems)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch import Tensor
 from conf.schema import ModelConfig
 from orchestra.cli.checkpoint.import_from_dcp import DcpSource
 from orchestra.config.keys import shown
-from orchestra.errors import DataError
+from orchestra.errors import ConfigError, DataError
 from orchestra.huggingface.folder import open_folder
 from orchestra.huggingface.hub_names import hugging_face_name
 from orchestra.huggingface.llama_names import renames
@@ -105,8 +105,10 @@ def test_for_a_folder_that_is_not_there_no_process_is_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.executable", "/nowhere")
-    with pytest.raises(DataError, match=r"is no folder of this machine; give the folder"):
+    with pytest.raises(ConfigError, match=r"is no folder of this machine; give the folder"):
         DcpSource(str(tmp_path / "gone"), None, None).ask("describe")
+    with pytest.raises(ConfigError, match=r"memory://gone is not there or empty; give the folder"):
+        DcpSource("memory://gone", None, None).ask("describe")
 
 
 def test_another_model_is_refused(tmp_path: Path, orchestra: CommandLine) -> None:
@@ -132,6 +134,9 @@ def test_another_model_is_refused(tmp_path: Path, orchestra: CommandLine) -> Non
         ((*dcp, "a"), "needs a TARGET"),
         ((*dcp, "a", "model=debug"), "needs a TARGET"),
         (("checkpoint", "import", "a", "b"), "only --from dcp"),
+        (("checkpoint", "import", "a"), "a is not there or empty; give a folder with config.json and"),
+        (("checkpoint", "import", "memory://a/b"), "memory://a/b is not there or empty"),
+        ((*dcp, "a", "b"), "a is no folder of this machine"),
         ((*dcp, "a", str(tmp_path.parent), "model=debug"), "exists already and is not an empty folder"),
     ):
         assert sentence in orchestra(*words, code=2).err

@@ -9,16 +9,27 @@ from typing import Any
 import pytest
 from plan_cases import case
 
-from conf.schema import ClusterConfig, Config, LauncherName, ParallelismConfig, Recompute, TrainConfig
+from conf.schema import (
+    ClusterConfig,
+    Config,
+    LauncherName,
+    Offload,
+    ParallelismConfig,
+    Recompute,
+    TrainConfig,
+)
 from orchestra.config.compose import compose
 from orchestra.config.machine import Situation
 from orchestra.config.rules.all_rules import problems_of
 from orchestra.plan.assemble import for_planning
+from orchestra.plan.case import PlanCase
+from orchestra.plan.compute import LayerTime, layer_time
 from orchestra.plan.devices import data_sheet_network
 from orchestra.plan.explain import MEMORY, bounds, differences
 from orchestra.plan.predict import Prediction, predict
 from orchestra.plan.search import SearchResult, peak_that_fits, remedies, search
 from orchestra.plan.space import Fixed, LayoutChoice, MeshDegrees, Space, choice_of, space_of, turns
+from orchestra.plan.stage_memory import fullest_stage_bytes, least_bytes
 
 # A quarter of an 8B model's layers on two nodes: everything fits or does not for several reasons.
 SMALL = {"num_hidden_layers": 8, "num_key_value_heads": 8, "num_gpus": 16, "dp": 16, "seq_len": 8192}
@@ -133,16 +144,40 @@ def test_only_chosen_layouts_are_ranked_apart(whole: Space, everything: list[Pre
     assert all(layout.case.layout.pp == 1 for layout in found.chosen)
 
 
-def test_where_nothing_fits_a_search_looks_further_and_tells_the_nearest(whole: Space) -> None:
+def test_where_nothing_fits_a_search_looks_further_and_tells_the_nearest(
+    whole: Space, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Most layouts take too much without any step: these are not counted in full."""
     roomy = search(whole, 1)
     assert not roomy.space.wide
     assert max(layout.case.layout.tp for layout in roomy.pareto) <= 8
+    counted = []
+
+    def count(case: PlanCase, layer: LayerTime) -> float:
+        counted.append(case)
+        return fullest_stage_bytes(case, layer)
+
+    monkeypatch.setattr("orchestra.plan.search.fullest_stage_bytes", count)
     found = search(space(gpu_memory_gib=3), 3)
     assert found.space.wide
+    choices = {choice._replace(micro_batch_size=1) for choice in found.space.choices()}
+    # Those that are kept for the wider search are counted once.
+    assert 0 < len(counted) < 0.75 * len(choices)
     assert not [*found.ranked, *found.pareto]
     assert found.nearest is not None
     least = min(predict(found.space.case(choice)).peak.total for choice in found.space.choices())
     assert found.nearest.peak.total == pytest.approx(least)
+
+
+@pytest.mark.parametrize("offload", Offload)
+def test_what_lasts_is_a_part_of_what_a_stage_takes(whole: Space, offload: Offload) -> None:
+    mixture = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 1024}
+    for base in (whole.base, replace(whole.base, model=replace(whole.base.model, **mixture))):
+        options = replace(base.options, offload=offload)
+        several = replace(whole, base=replace(base, options=options))
+        for choice in itertools.islice(several.choices(), 0, None, 7):
+            made = several.case(choice)
+            assert 0 < least_bytes(made) <= fullest_stage_bytes(made, layer_time(made))
 
 
 def test_each_remedy_that_is_named_makes_something_fit() -> None:

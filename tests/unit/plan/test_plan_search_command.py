@@ -154,6 +154,7 @@ def test_schedules_that_make_the_best_layout_faster_are_named(plan: PlanCommand)
     assert again["layouts"][0]["step_time_s"] < best["layouts"][0]["step_time_s"]
 
 
+ON_DISK = [*MODEL, *NODES, "parallelism.offload=optimizer_disk"]
 OFFLOADED = ["experiment=llama3_70b", "cluster.nodes=4", "parallelism.offload=all", "train.seq_len=2048"]
 
 
@@ -166,6 +167,13 @@ def test_parameters_in_host_memory_are_searched_with_zero_3_alone() -> None:
     again = case_of(configuration([*asked.overrides, *overrides_of(asked, best)]))
     assert again.options.offload is Offload.all
     assert predict(again).fits
+
+
+def test_state_on_disk_is_searched_where_its_folder_is_given(plan: PlanCommand) -> None:
+    printed = commands(plan.text("--search", *ON_DISK, "parallelism.offload_dir=/scratch"))
+    overrides = next(overrides for _, verb, *overrides in printed if verb == "submit")
+    submitted = compose([*overrides, "data=stdlib"], Situation("submit")).config.parallelism
+    assert (submitted.offload, submitted.offload_dir) == (Offload.optimizer_disk, "/scratch")
 
 
 def test_a_key_that_is_given_stays_and_a_preset_or_an_impossible_layout_does_not(plan: PlanCommand) -> None:
@@ -198,6 +206,9 @@ def test_where_nothing_fits_the_nearest_and_what_helps_are_named(plan: PlanComma
         ([*MODEL, "train.steps=0"], "train.steps=0 is too small"),
         ([*MODEL, "--top", "0"], "expected 1 or more"),
         ([*OFFLOADED, "parallelism.zero=1"], "parallelism.offload=all needs parallelism.zero=3"),
+        ([*ON_DISK], "parallelism.offload_dir=null with parallelism.offload=optimizer_disk; give"),
+        (["model=mixtral_8x7b", "parallelism.offload=all"], "offload=all is not planned for mixtures"),
+        (["optim=muon", *ON_DISK[:-1], "parallelism.offload=all"], "AdamW alone does"),
     ],
 )
 def test_what_cannot_be_searched_is_refused(words: list[str], reason: str, plan: PlanCommand) -> None:

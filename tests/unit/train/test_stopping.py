@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from support.other_file_system import other_file_system
 
 from checkpointing.peers import Peers
 from orchestra.run.control import stop_requests
@@ -73,25 +73,20 @@ def test_a_run_whose_directory_is_away_for_long_stops(
 def test_a_run_whose_file_system_is_away_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = [0.0]
     monkeypatch.setattr(stopping.time, "monotonic", lambda: seconds[0])
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as mounted:
-        mount_point = tmp_path / "runs"
-        mount_point.symlink_to(mounted)
-        run = RunDir(mount_point / "first")
-        assert Path(mounted).stat().st_dev != tmp_path.stat().st_dev
+    with other_file_system(tmp_path / "runs") as mounted:
+        run = RunDir(tmp_path / "runs" / "first")
         run.path.mkdir()
         run.config.write_text("")
         watch = RequestWatch(run, 1)
         watch._look()
-        mount_point.unlink()
-        mount_point.mkdir()
+        mounted.take_away()
         for written in (False, True):
             if written:
                 run.times.mkdir(parents=True)
             seconds[0] += 100.0
             watch._look()
             assert watch.seen is None
-        shutil.rmtree(mount_point)
-        mount_point.symlink_to(mounted)
+        mounted.bring_back()
         shutil.rmtree(run.path)
         watch._look()
         assert watch.seen is not None
