@@ -267,6 +267,20 @@ def rule_local_folders(config: Config, _: Situation) -> Iterator[str]:
             yield f"{name}={folder} is a URL; give the path of a folder, such as /tmp/orchestra"
 
 
+def rule_slurm_folders(config: Config, _: Situation) -> Iterator[str]:
+    """Slurm reads names of log files: sbatch and srun each put in what follows a percent sign, and leave out
+    what a backslash hides.
+    """
+    # A relative folder lies below the working directory.
+    folder = os.path.abspath(config.run.dir)  # noqa: PTH100  text, not a file
+    signs = [sign for sign in "%\\" if sign in folder]
+    if signs and config.cluster.launcher is LauncherName.slurm:
+        yield (
+            f"run.dir={folder} holds {' and '.join(signs)}, which Slurm reads as something else in the names "
+            "of a job's log files; choose a folder without"
+        )
+
+
 def rule_run_group(config: Config, situation: Situation) -> Iterator[str]:
     group = config.run.group
     if group is not None and situation.verb in ("run", "submit") and (problem := group_problem(group)):

@@ -318,6 +318,9 @@ rule_fp8_choices
 rule_local_folders
     run.dir=s3://bucket/x -> run.dir=s3://bucket/x | is a URL
     data.cache_dir=gs://b -> data.cache_dir=gs://b | is a URL
+rule_slurm_folders
+    cluster.launcher=slurm  run.dir=/runs/100%j -> run.dir=/runs/100%j holds %, | Slurm
+    cluster.launcher=slurm  run.dir='/runs/a\\b%%' -> holds % and \\
 rule_data_source
     data.path=corpus -> data=tokens
     data.source=tokens -> data.path=PREFIX
