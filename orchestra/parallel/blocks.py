@@ -60,6 +60,10 @@ from orchestra.precision.scale_history import ScaleHistory
 from orchestra.sizes.activations import keeps_attention, kinds_of_layers
 from orchestra.sizes.pipeline_schedule import splits_backward
 
+# Most graphs of one function; what comes after them runs eager without an error (torch's own limit is 8).
+# Blocks have one forward function: two graphs for each kind of block that is evaluated too, and one
+# more of a mixture whose micro-batches are replayed; dense or mixture, in fp8 or in bf16, recomputed or not.
+_MOST_GRAPHS = 64
 # What products of gradients are made of later must not be overwritten by what is compiled.
 _KEEPS_ITS_BUFFERS: dict[str, Any] = {"allow_buffer_reuse": False, "inplace_buffers": False}
 _aten = torch.ops.aten
@@ -289,6 +293,8 @@ def compile_blocks(model: Transformer, config: Config) -> None:
     """
     if config.train.compile is True:
         _find_on_disk()
+        limits = torch._dynamo.config
+        limits.recompile_limit = max(limits.recompile_limit, _MOST_GRAPHS)
         model.logits_passes = CompiledPasses()
         is_split = config.parallelism.pp > 1 and splits_backward(config.parallelism.schedule)
         for layer in model.layers:

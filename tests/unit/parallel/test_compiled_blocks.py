@@ -28,6 +28,8 @@ from conf.schema import (
     Recompute,
     TrainConfig,
 )
+from orchestra.model.transformer import Transformer
+from orchestra.parallel.blocks import compile_blocks
 from orchestra.parallel.mesh import make_mesh
 from orchestra.sizes.topology import Layout, layout
 from orchestra.train.build import build_training
@@ -155,3 +157,31 @@ def test_a_further_start_finds_blocks_on_the_disk() -> None:
     torch.compiler.reset()
     assert all("autograd_cache_bypass" not in each for each in found)
     assert found[0]["autograd_cache_miss"] == found[1]["autograd_cache_hit"] == 1 + LOSS_GRAPHS
+
+
+class _Numbered(torch.nn.Module):
+    """A block of a kind of its own."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (self.number + 1)
+
+
+def test_more_kinds_of_blocks_than_the_compilers_own_limit_are_all_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is over the limit runs eager without an error."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
+    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
+    torch._dynamo.reset()
+    num_kinds = 12
+    shape = ModelConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=num_kinds, vocab_size=8)
+    model = Transformer(shape, make_block=lambda _, number: _Numbered(number))
+    compile_blocks(model, Config(model=shape, train=TrainConfig(compile=True)))
+    ones = torch.ones(2)
+    found = [float(layer(ones)[0]) for layer in model.layers]
+    assert found == [number + 1.0 for number in range(num_kinds)]
