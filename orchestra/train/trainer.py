@@ -164,6 +164,7 @@ class Trainer:
             self._trace_next(step)
             request = self._request(step) if is_stop else None
             self.hooks.enter(Phase.record, step)
+            self.profiler.write()
             self._record_and_save(trained, request)
             if request is not None:
                 return request
@@ -340,7 +341,8 @@ def assemble(config: Config, mesh: Mesh, ranks: RankEnvironment, rank: RankAttem
     guard = _nonfinite_guard(config, built, rank.events, begin)
     sources = build_source_losses(loader.source, built.parallelized.model, mesh)
     noise = build_noise_scale(config.train, built.parallelized, built.batches, mesh, begin.noise)
-    used = (step_times, heartbeat, faults, profiler, replay, sources, noise, copies, ledger, guard)
+    # The first trace imports torch's compiler, for seconds: before a step begins whose time has a limit.
+    used = (profiler, step_times, heartbeat, faults, replay, sources, noise, copies, ledger, guard)
     hooks = StepHooks(used)
     step = build_step(config, mesh, built, hooks, begin.loss_scale, begin.recent_losses, begin.fp8_sizes)
     energy = build_energy_watch(mesh, ranks, peers, events_of_rank_0)

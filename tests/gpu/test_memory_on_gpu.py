@@ -90,6 +90,7 @@ def test_trace_holds_kernels_and_the_memory_history_is_written(tmp_path: Path) -
     for step in range(1, 5):
         with profiler.around_step(step):
             matrix = (matrix @ matrix).softmax(0)
+    profiler.write()
     trace = json.loads(gzip.decompress((run.profile / "rank-00000-steps-2-3.json.gz").read_bytes()))
     assert "kernel" in {event.get("cat") for event in trace["traceEvents"]}
     assert (run.profile / "rank-00000-steps-2-3-memory.pickle").stat().st_size > 0
@@ -117,6 +118,7 @@ def test_parts_of_a_profiled_step_add_up_and_nearly_all_of_it_is_attributed(
         for step in range(1, 7):
             with profiler.around_step(step):
                 training.step.run(step, tokens)
+        profiler.write()
     finally:
         training.parallelized.stage.close()
     shares = read_shares(run.profile)

@@ -78,6 +78,8 @@ class StepProfiler(StepHook):
         self._on_written = on_written
         self._bytes_sent: Counter[str] = Counter()
         self._profile: profile | None = None
+        # What has been traced, and is to be written.
+        self._ended: tuple[profile, _Order] | None = None
         self._began_at = self._ended_at = 0
 
     def trace(self, first: int, num_steps: int, ranks: Collection[int], token: str) -> None:
@@ -97,10 +99,21 @@ class StepProfiler(StepHook):
                 return self._traced(step, order)
         return _UNTRACED
 
+    def write(self) -> None:
+        """Write the trace that has come to its end, if one has; it may take longer than a step has."""
+        ended, self._ended = self._ended, None
+        if ended is None:
+            return
+        tracing, order = ended
+        self._write(tracing, is_recorder=self._rank == min(order.ranks, default=0))
+        self._bytes_sent.clear()
+        self._on_written(self._began_at, self._ended_at, order.token)
+
     def close(self) -> None:
         """Write what was traced, if that has not been done; call it when the loop has ended."""
         self._orders = []
         self._end()
+        self.write()
 
     def _end(self) -> None:
         tracing, self._profile = self._profile, None
@@ -109,9 +122,7 @@ class StepProfiler(StepHook):
         self._settle()
         _wait_for_device()
         tracing.stop()
-        self._write(tracing, is_recorder=self._rank == min(self._order.ranks, default=0))
-        self._bytes_sent.clear()
-        self._on_written(self._began_at, self._ended_at, self._order.token)
+        self._ended = (tracing, self._order)
 
     @contextmanager
     def _traced(self, step: int, order: _Order) -> Iterator[None]:
@@ -129,6 +140,7 @@ class StepProfiler(StepHook):
             self._end()
 
     def _begin(self, step: int) -> None:
+        self.write()
         self._began_at = self._ended_at = step
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():

@@ -64,6 +64,7 @@ def test_steps_that_are_asked_for_go_beside_those_of_the_configuration(tmp_path:
         for profiler in (traced, other):
             with profiler.around_step(step):
                 pass
+            profiler.write()
             if step == 1:
                 profiler.trace(2, 1, [0], "before")
             if step == 3:
@@ -71,6 +72,17 @@ def test_steps_that_are_asked_for_go_beside_those_of_the_configuration(tmp_path:
                 profiler.trace(4, 2, [1], "after")
                 profiler.trace(4, 3, [0], "last")
     assert told == [(2, 2, "before"), (4, 5, None), (6, 7, "after"), (8, 10, "last")]
+
+
+def test_no_step_lasts_until_its_trace_is_written(tmp_path: Path) -> None:
+    """That may take longer than a rank may be silent within a step."""
+    run = RunDir(tmp_path)
+    profiler = StepProfiler(ProfileConfig(enabled=True, steps=[1, 1]), run, 0)
+    with profiler.around_step(1):
+        pass
+    assert not run.profile.exists()
+    profiler.write()
+    assert len(list(run.profile.iterdir())) == 3
 
 
 def test_an_error_in_a_traced_step_passes_through(tmp_path: Path) -> None:
