@@ -58,6 +58,7 @@ from orchestra.sizes.training_shape import (
     gradient_units,
     rank_parameters,
     rounded_elements,
+    widths,
 )
 
 _FP32 = 4
@@ -104,30 +105,6 @@ def logit_bytes(width: int, is_compiled: bool) -> int:
     their memory and, eager, a copy in fp32.
     """
     return width if is_compiled or width >= _FP32 else width + _FP32
-
-
-@dataclass(frozen=True)
-class ElementBytes:
-    """Bytes of one element as this trainer keeps it. `masters`: 0 where they are the parameters."""
-
-    parameters: int
-    gradients: int
-    masters: int
-
-
-_WIDTHS = {
-    PrecisionName.fp32: ElementBytes(4, 4, 0),
-    PrecisionName.bf16: ElementBytes(2, 2, 4),
-    PrecisionName.bf16_fp32_grad: ElementBytes(2, 4, 4),
-    PrecisionName.fp16: ElementBytes(2, 2, 4),
-    # Rounded weights are counted apart.
-    PrecisionName.fp8: ElementBytes(2, 2, 4),
-}
-
-
-def widths(precision: PrecisionName) -> ElementBytes:
-    """Return the widths of a precision policy."""
-    return _WIDTHS[precision]
 
 
 @dataclass(frozen=True)

@@ -241,6 +241,30 @@ def _feed_forward_tensors(model: ModelConfig, tp: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
+class ElementBytes:
+    """Bytes of one element as this trainer keeps it. `masters`: 0 where they are the parameters."""
+
+    parameters: int
+    gradients: int
+    masters: int
+
+
+_WIDTHS = {
+    PrecisionName.fp32: ElementBytes(4, 4, 0),
+    PrecisionName.bf16: ElementBytes(2, 2, 4),
+    PrecisionName.bf16_fp32_grad: ElementBytes(2, 4, 4),
+    PrecisionName.fp16: ElementBytes(2, 2, 4),
+    # Rounded weights are counted apart.
+    PrecisionName.fp8: ElementBytes(2, 2, 4),
+}
+
+
+def widths(precision: PrecisionName) -> ElementBytes:
+    """Return the widths of a precision policy."""
+    return _WIDTHS[precision]
+
+
+@dataclass(frozen=True)
 class TrainerOptions:
     """What only orchestra's own trainer can be told; the defaults are the schema's.
 

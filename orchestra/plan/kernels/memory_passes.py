@@ -30,7 +30,8 @@ from orchestra.sizes.flops import (
     without_experts,
 )
 from orchestra.sizes.hardware import row
-from orchestra.sizes.memory import loss_chunk_tokens, widths
+from orchestra.sizes.memory import loss_chunk_tokens
+from orchestra.sizes.training_shape import widths
 
 # Of the data sheet's bandwidth. The kernels of a step on one H200 that are neither products nor attention
 # (sums of gradients, the loss, the optimizer, norms and gates) moved 1,510 GB in 469 ms: 3.2 of 4.8 TB/s.
