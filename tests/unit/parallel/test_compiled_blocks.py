@@ -175,13 +175,13 @@ def test_more_kinds_of_blocks_than_the_compilers_own_limit_are_all_compiled(
 ) -> None:
     """What is over the limit runs eager without an error."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
-    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
     torch._dynamo.reset()
     num_kinds = 12
     shape = ModelConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=num_kinds, vocab_size=8)
     model = Transformer(shape, make_block=lambda _, number: _Numbered(number))
-    compile_blocks(model, Config(model=shape, train=TrainConfig(compile=True)))
     ones = torch.ones(2)
-    found = [float(layer(ones)[0]) for layer in model.layers]
+    # Not by monkeypatch, which would delete what it set.
+    with torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=True):
+        compile_blocks(model, Config(model=shape, train=TrainConfig(compile=True)))
+        found = [float(layer(ones)[0]) for layer in model.layers]
     assert found == [number + 1.0 for number in range(num_kinds)]
