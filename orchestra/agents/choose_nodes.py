@@ -223,7 +223,7 @@ def excluded_hosts(
     events: Iterable[Record], here: Mapping[str, Any], hours: float, now: float | None = None
 ) -> frozenset[str]:
     """Return the hosts that decisions so far left out of this run. `here`: the facts of this start of a job;
-    `hours`: recovery.exclude_hours, after which a host that was left out is as good as any other; `now`: Unix
+    `hours`: recovery.exclude_hours, after which a host that failed is as good as any other; `now`: Unix
     seconds (default: the time of day).
 
     A host that was merely gone is left out of the start that it left: Slurm gives none to a later one before
@@ -243,15 +243,16 @@ def excluded_hosts(
         elif event["event"] in ("node_lost", "agent_lost"):
             lost.setdefault(event["attempt"], set()).add(event.get("host"))
         elif event["event"] == "restarting" and isinstance(event.get("exclude"), list):
-            # A clock that ran far ahead must not keep a host out for longer either.
-            if abs(now - event["time"]) >= hours * _HOUR_S:
+            is_lost = event.get("rule") == node_is_gone.__name__
+            # A clock that ran far ahead must not keep a host out for longer either. One that fell silent does
+            # not become better within this start: it may be thawed in the midst of an attempt.
+            if not is_lost and abs(now - event["time"]) >= hours * _HOUR_S:
                 continue
             hosts = event["exclude"]
             if starts.get(event["attempt"]) != _start_of_job(here):
                 # Beside one that failed twice others may have been lost. A rehearsal lists nobody.
                 failed = event.get("listed") or hosts
                 gone = lost.get(event["attempt"], set()).difference(failed)
-                is_lost = event.get("rule") == node_is_gone.__name__
                 hosts = [] if is_lost else [host for host in hosts if host not in gone]
             left_out.update(dict.fromkeys(hosts, event["attempt"]))
     return frozenset(host for host, attempt in left_out.items() if used.get(host, -1) <= attempt)

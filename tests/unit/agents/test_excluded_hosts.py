@@ -49,3 +49,11 @@ def test_a_host_is_as_good_as_any_other_when_its_time_is_over(rule: str, here: d
     assert excluded_hosts(again, here, DAY_H, NOW + 3600) == {"node2"}
     # The clock of whoever wrote that ran a year ahead.
     assert excluded_hosts([events[0], left_out(3, rule, "node2", hours_ago=-9000)], here, DAY_H, NOW) == set()
+
+
+@pytest.mark.parametrize("hours", [0.0, DAY_H])
+def test_a_host_that_fell_silent_stays_out_of_its_start_however_long_failed_ones_do(hours: float) -> None:
+    """recovery.exclude_hours=0 uses hosts that failed, and none that may thaw in an attempt."""
+    events = [began(3, "7", "node1", "node2"), left_out(3, "node_is_gone", "node2", hours_ago=30.0)]
+    assert excluded_hosts(events, {"job": "7", "job_start": 0}, hours, NOW) == {"node2"}
+    assert excluded_hosts(events, {"job": "8", "job_start": 0}, hours, NOW) == frozenset()
