@@ -25,13 +25,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from conf.model_schema import Family
 from conf.schema import (
     Config,
     ModelConfig,
+    Offload,
     OptimConfig,
+    ParallelismConfig,
     PrecisionConfig,
     PrecisionName,
     Recompute,
+    Scaling,
     TrainConfig,
 )
 from orchestra.errors import OrchestraError
@@ -127,10 +131,12 @@ def timed(step: Step, num_steps: int, device: torch.device) -> dict[str, Any]:
 def config_of(name: str, arguments: argparse.Namespace, shape: Shape) -> Config:
     """Return what orchestra is configured with; the peers take model, sizes and learning rate from it."""
     precision = PrecisionName.fp8 if name.startswith("fp8") else PrecisionName(arguments.precision)
-    recompute = Recompute(name) if name in ("selective", "full") else Recompute.none
+    recomputes = {"selective": Recompute.selective, "full": Recompute.full, "offload": Recompute.full}
+    scaling = Scaling.row if name == "fp8_rows" else Scaling.tensor
     return Config(
         model=shape.model,
-        precision=PrecisionConfig(name=precision, fp8_output=name == "fp8_output"),
+        precision=PrecisionConfig(precision, fp8_scaling=scaling, fp8_output=name == "fp8_output"),
+        parallelism=ParallelismConfig(offload=Offload.optimizer if name == "offload" else Offload.none),
         optim=OptimConfig(clip_norm=_CLIP_NORM),
         train=replace(
             TrainConfig(),
@@ -138,7 +144,7 @@ def config_of(name: str, arguments: argparse.Namespace, shape: Shape) -> Config:
             seq_len=shape.seq_len,
             micro_batch_size=shape.micro_batch,
             global_batch_size=shape.micro_batch * shape.accumulation,
-            recompute=recompute,
+            recompute=recomputes.get(name, Recompute.none),
             compile=name != "eager",
             seed=SEED,
         ),
@@ -180,6 +186,8 @@ def orchestra_step(_: str, config: Config, device: torch.device, __: torch.dtype
 
 def transformers_model(config: Config, device: torch.device) -> Any:
     """Return transformers' model in fp32 with orchestra's initial values. Raises LeftOutError without it."""
+    if config.model.family is not Family.llama:
+        raise LeftOutError(f"written for Llamas and mixtures, not for the family {config.model.family.name}")
     make = transformers_mixture if config.model.num_experts else transformers_llama
     try:
         with device:
@@ -312,6 +320,8 @@ def step_operations(
     model, num_tokens = shape.model, shape.micro_batch * shape.seq_len
     if model.num_experts:
         raise LeftOutError("what a mixture multiplies depends on where its tokens go")
+    if model.family is not Family.llama:
+        raise LeftOutError(f"its products are listed for Llamas, not for the family {model.family.name}")
     operations: list[tuple[Callable[[], object], int]] = []
     for (inputs, outputs), count in product_shapes(model).items():
         x, weight, grad = (

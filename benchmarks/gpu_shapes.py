@@ -32,6 +32,7 @@ SHAPES = {
     "8b8": Shape(preset("llama3_8b", 8), seq_len=8192, micro_batch=1),
     "llama_1b": Shape(preset("llama_1b", 16), seq_len=4096, micro_batch=4),
     "llama_125m": Shape(preset("llama_125m", 12), seq_len=2048, micro_batch=16),
+    "gpt2_xl": Shape(preset("gpt2_xl", 48), seq_len=1024, micro_batch=4, accumulation=8),
     "mixtral": Shape(preset("mixtral_8x7b", 2), seq_len=4096, micro_batch=2),
     "qwen3_moe": Shape(preset("qwen3_30b_a3b", 4), seq_len=4096, micro_batch=4),
     "tiny_moe": Shape(
