@@ -36,7 +36,7 @@ from orchestra.sizes.memory import FP8_ELEMENTS
 
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 # Different matrices of one model, and chunks of logits.
-_MOST_SIZES = 64
+MOST_SIZES = 64
 # NVIDIA's Ada; Hopper is 9.0.
 LEAST_CAPABILITY = (8, 9)
 
@@ -108,7 +108,7 @@ def turn_(values: Tensor, turned_values: Tensor) -> None:
     """Write the transposed matrix, by code that is compiled by itself for its sizes."""
     # As bytes, which all types of fp8 share one graph by. What is compiled for any sizes reached a third of
     # an H100's bandwidth.
-    with torch._dynamo.config.patch(recompile_limit=_MOST_SIZES):
+    with torch._dynamo.config.patch(recompile_limit=MOST_SIZES):
         _compiled_turn()(values.view(torch.uint8), turned_values.view(torch.uint8))
 
 
@@ -122,16 +122,17 @@ def _turn(values: Tensor, turned_values: Tensor) -> None:
 
 
 @torch.library.custom_op("orchestra::made_apart", mutates_args=("values",))
-def _made_apart(values: Tensor) -> None:
+def _made_apart(values: Tensor, after: Tensor | None = None) -> None:
     """Change nothing: what the compiler makes of `values` after this is no part of the pass that makes them.
 
     Without it a pass that sums along rows, as a norm's backward does, writes the transposed numbers too, each
-    far from the next: four times as long on an H100.
+    far from the next: four times as long on an H100. `after`, a gradient, keeps it in the backward pass:
+    from the forward pass the transposed numbers would be kept.
     """
 
 
 @_made_apart.register_fake
-def _(values: Tensor) -> None:
+def _(values: Tensor, after: Tensor | None = None) -> None:
     """Nothing that a compiler can see comes of it but the change of the values."""
 
 
@@ -193,6 +194,23 @@ def round_rows_and_columns_(
         (values, scale, turned_values, turned_scale), (*by_rows, *by_columns), strict=True
     ):
         target.copy_(part)
+
+
+def round_by_largest_(
+    weights: Sequence[Tensor], largest: Sequence[Tensor], copies: Sequence[Sequence[Tensor]]
+) -> None:
+    """Do what `round_weight_` does of weights with one scale each, whose largest numbers and attached copies
+    are given, in a form to be compiled.
+    """
+    for weight, number, (values, scale, turned_values, turned_scale) in zip(
+        weights, largest, copies, strict=True
+    ):
+        factor = scale_of(number, FORWARD)
+        made = rounded_by(factor, weight, FORWARD)
+        for target, part in zip(
+            (scale, turned_scale, values, turned_values), (factor, factor, made, made.t()), strict=True
+        ):
+            target.copy_(part)
 
 
 # The scale of the next rounding and the largest number since the step began: of a product's input, at the
@@ -352,8 +370,13 @@ class _RoundedProducts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         scaling: Scaling = ctx.scaling
+        # What sums along rows may not write the transposed numbers: neither a norm before several products of
+        # one input, whose rounding is repeated here, nor a norm after a single one, which makes its gradient.
+        is_apart = scaling is Scaling.tensor and torch.compiler.is_compiling()
         if scaling is Scaling.tensor:
             values, scale, *others = ctx.saved_tensors
+            if is_apart and ctx.num_products > 1:
+                _made_apart(values, grads[0])
             by_columns = turned(Rounded(values, scale))
         else:
             x_TE, *others = ctx.saved_tensors
@@ -366,8 +389,7 @@ class _RoundedProducts(torch.autograd.Function):
         for number, (grad_TO, ticket) in enumerate(zip(grads, tickets, strict=True)):
             of_grad = history[2 * number : 2 * number + 2]
             grad = _noted(grad_TO, BACKWARD, scaling, of_grad, ctx.is_known)
-            # That of several products' results comes out of passes without sums, which write it both ways.
-            if ctx.num_products == 1 and scaling is Scaling.tensor and torch.compiler.is_compiling():
+            if is_apart and ctx.num_products == 1:
                 _made_apart(grad.values)
             if ctx.num_copies:
                 weight = Rounded(weights[number], weights[ctx.num_products + number])
