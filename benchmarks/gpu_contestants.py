@@ -167,9 +167,12 @@ Built = tuple[Step, Callable[[], None]]
 
 def builder(name: str) -> Callable[[str, Config, torch.device, torch.dtype], Built]:
     """Return what builds a contestant: its step, and what ends it."""
+    from gpu_torchtitan import torchtitan_step  # it imports this module
+
     others = {
         "transformers": transformers_step,
         "fully_shard": fully_shard_step,
+        "torchtitan": torchtitan_step,
         "sustained": sustained_step,
     }
     return others.get(name, orchestra_step)
@@ -226,11 +229,17 @@ def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def plain_step(
-    module: nn.Module, logits_of: Callable[[Tensor], Tensor], config: Config, device: torch.device
+    module: nn.Module,
+    logits_of: Callable[[Tensor], Tensor],
+    config: Config,
+    device: torch.device,
+    loss_of: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Step:
-    """Return the plain loop's step: micro-batches, clipping, fused AdamW, gradients set to None."""
+    """Return the plain loop's step: micro-batches, clipping, fused AdamW, gradients set to None. The loss is
+    `mean_loss`, compiled, unless another is given.
+    """
     optimizer = torch.optim.AdamW(module.parameters(), lr=config.optim.lr, fused=True)
-    tokens, loss_of = tokens_of(config, device), torch.compile(mean_loss)
+    tokens, loss_of = tokens_of(config, device), loss_of or torch.compile(mean_loss)
     micro_batches = [(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in tokens]
 
     def step() -> Tensor:

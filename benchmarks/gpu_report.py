@@ -19,10 +19,11 @@ CONTESTANTS = {
     "offload": "orchestra, full, its state offloaded",
     "transformers": "transformers, autocast, compiled",
     "fully_shard": "transformers, fully_shard, compiled",
+    "torchtitan": "torchtitan, autocast, compiled",
     "sustained": "products and attention alone, in a row",
     "limit": "limit: each of them by itself",
 }
-PEERS = ("transformers", "fully_shard")
+PEERS = ("transformers", "fully_shard", "torchtitan")
 LIMIT = "limit"
 _GIB = 2**30
 

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -34,13 +35,26 @@ def test_every_contestant_trains_the_same_model(name: str, is_tied: bool) -> Non
     model = replace(SHAPES[name].model, tie_word_embeddings=is_tied, rope_scaling=RopeScaling(is_tied))
     shape = replace(SHAPES[name], model=model)
     trains_here = [each for each in CONTESTANTS if not each.startswith("fp8")]
-    names = [each for each in trains_here if each not in ("limit", "sustained")]
+    names = [each for each in trains_here if each not in ("limit", "sustained", "torchtitan")]
+    if name == "tiny" and not is_tied and find_spec("torchtitan"):
+        names.append("torchtitan")
     # Compiling is for the GPU, and takes a minute here.
     with torch.compiler.set_stance("force_eager"):
         turns = {each: turn(each, parsed([*TINY]), shape, torch.device("cpu")) for each in names}
     losses = [found["first_loss"] for found in turns.values()]
     assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-5)
     assert 5 < losses[0] < 6
+
+
+@pytest.mark.parametrize(
+    ("name", "is_tied", "reason"), [("tiny", True, "tied embeddings"), ("tiny_moe", False, "experts")]
+)
+def test_torchtitan_is_left_out_of_what_it_has_no_model_for(name: str, is_tied: bool, reason: str) -> None:
+    from gpu_contestants import LeftOutError, turn
+
+    shape = replace(SHAPES[name], model=replace(SHAPES[name].model, tie_word_embeddings=is_tied))
+    with pytest.raises(LeftOutError, match=f"torchtitan's Llama 3 has not: {reason}"):
+        turn("torchtitan", parsed([*TINY]), shape, torch.device("cpu"))
 
 
 @pytest.mark.slow
