@@ -1,5 +1,5 @@
 """Predicts what orchestra itself was measured at on one H200 on 2026-11-22, with what its kernels moved then,
-and on one H100 on 2026-11-26, as it is.
+and on H100s on 2026-11-26 and 27, as it is.
 
     python benchmarks/planner/gpu_rows.py
 
@@ -69,7 +69,7 @@ def today(
     memory_gib: float | None,
     passes: Passes | None = None,
 ) -> GpuRow:
-    """Return a row of 2026-11-26."""
+    """Return a row of an H100, as the code is."""
     return GpuRow(shape, overrides, tokens_per_s, memory_gib, passes=passes, hardware="h100")
 
 
@@ -103,6 +103,18 @@ ROWS = (
     today("qwen3_moe", COMPILED, 117635, 58.7),
     # Half an hour earlier: rows of the embedding took 1.2 % of the step that they do not take now.
     today("mixtral", COMPILED, 86695, 52.2),
+    # 2026-11-27, the median of two H100s where both had it.
+    today("8B8", COMPILED, 38089, 52.4),
+    today("8B8", f"{COMPILED} train.recompute=selective", 37271, 49.6),
+    today("8B8", f"{COMPILED} train.recompute=full", 31688, 44.4),
+    today("8B8", FP8, 45797, 53.4),
+    today("8B8", f"{FP8} precision.fp8_output=true", 49924, 56.6),
+    today("8B8", f"{FP8} precision.fp8_scaling=row", 43193, 52.9),
+    today("llama_1b", COMPILED, 63603, 40.2),
+    today("llama_1b", FP8, 72555, 36.0),
+    today("gpt2_xl", COMPILED, 23619, 24.6),
+    today("qwen3_moe", COMPILED, 115398, 58.7),
+    today("mixtral", COMPILED, 86206, 52.2),
 )
 
 
