@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from orchestra.model.operators import changing
 from orchestra.model.weight_gradients import give_products, ticket_of, tickets_of, weight_gradient
 
 
@@ -122,14 +123,9 @@ def weights_tickets_biases(
 
 
 # The compiler would copy the sum before it calls the product that adds to it.
-@torch.library.custom_op("orchestra::add_product_to", mutates_args=("sum_TE",))
+@changing("add_product_to")
 def _add_product_to(sum_TE: Tensor, grad_TO: Tensor, weight_OE: Tensor) -> None:
     sum_TE.addmm_(grad_TO, weight_OE)
-
-
-@_add_product_to.register_fake
-def _(sum_TE: Tensor, grad_TO: Tensor, weight_OE: Tensor) -> None:
-    """Nothing that a compiler can see comes of it but the change of the sum."""
 
 
 class _Products(torch.autograd.Function):

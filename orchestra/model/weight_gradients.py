@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from orchestra.model.operators import changing
+
 _BY_TICKET: WeakValueDictionary[int, WeightGradient] = WeakValueDictionary()
 _ATTRIBUTE = "gradient_ticket"
 
@@ -205,24 +207,14 @@ def known_by(number: int) -> WeightGradient:
     return _BY_TICKET[number]
 
 
-@torch.library.custom_op("orchestra::give_product", mutates_args=("ticket",))
+@changing("give_product")
 def _give_product(ticket: Tensor, grad_TO: Tensor, x_TI: Tensor) -> None:
     known_by(int(ticket)).add_product(grad_TO, x_TI)
 
 
-@torch.library.custom_op("orchestra::give_gradient", mutates_args=("ticket",))
+@changing("give_gradient")
 def _give_gradient(ticket: Tensor, gradient: Tensor) -> None:
     known_by(int(ticket)).add(gradient)
-
-
-@_give_product.register_fake
-def _(ticket: Tensor, grad_TO: Tensor, x_TI: Tensor) -> None:
-    """Nothing that a compiler can see comes of it but the change of the ticket."""
-
-
-@_give_gradient.register_fake
-def _(ticket: Tensor, gradient: Tensor) -> None:
-    """Nothing that a compiler can see comes of it but the change of the ticket."""
 
 
 def give_product(ticket: Tensor | None, grad_TO: Tensor, x_TI: Tensor) -> Tensor | None:

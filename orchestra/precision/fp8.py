@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from conf.schema import Scaling
 from orchestra.model.initial import is_fake
+from orchestra.model.operators import changing
 from orchestra.model.weight_gradients import known_by, tickets_of, weight_gradient
 from orchestra.sizes.memory import FP8_ELEMENTS
 
@@ -121,7 +122,7 @@ def _turn(values: Tensor, turned_values: Tensor) -> None:
     turned_values.copy_(values.t())
 
 
-@torch.library.custom_op("orchestra::made_apart", mutates_args=("values",))
+@changing("made_apart")
 def _made_apart(values: Tensor, after: Tensor | None = None) -> None:
     """Change nothing: what the compiler makes of `values` after this is no part of the pass that makes them.
 
@@ -129,11 +130,6 @@ def _made_apart(values: Tensor, after: Tensor | None = None) -> None:
     far from the next: four times as long on an H100. `after`, a gradient, keeps it in the backward pass:
     from the forward pass the transposed numbers would be kept.
     """
-
-
-@_made_apart.register_fake
-def _(values: Tensor, after: Tensor | None = None) -> None:
-    """Nothing that a compiler can see comes of it but the change of the values."""
 
 
 # Compiled code takes tensors as the attributes of a weight, and would compile anew for objects: values and
@@ -301,19 +297,12 @@ def scaled_product(
 
 
 # Compiled code can't hold what makes a gradient later, but what it is made of.
-@torch.library.custom_op("orchestra::give_scaled_product", mutates_args=("ticket",))
+@changing("give_scaled_product")
 def _give_scaled_product(
     ticket: Tensor, grad: Tensor, grad_scale: Tensor, x: Tensor, x_scale: Tensor, dtype: torch.dtype
 ) -> None:
     factors = Rounded(grad, grad_scale), Rounded(x, x_scale)
     known_by(int(ticket)).add_made(lambda: scaled_product(*factors, dtype))
-
-
-@_give_scaled_product.register_fake
-def _(
-    ticket: Tensor, grad: Tensor, grad_scale: Tensor, x: Tensor, x_scale: Tensor, dtype: torch.dtype
-) -> None:
-    """Nothing that a compiler can see comes of it but the change of the ticket."""
 
 
 def _give_gradient_of(

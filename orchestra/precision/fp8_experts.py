@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from conf.schema import Scaling
+from orchestra.model.operators import changing
 from orchestra.model.weight_gradients import known_by, tickets_of, weight_gradient
 from orchestra.precision.fp8 import (
     FORWARD,
@@ -186,7 +187,7 @@ def _grouped_product(
 
 
 # As in `fp8`: what compiled code gives is what a gradient is made of.
-@torch.library.custom_op("orchestra::give_grouped_fp8_product", mutates_args=("ticket",))
+@changing("give_grouped_fp8_product")
 def _give_grouped_product(
     ticket: Tensor,
     grad: Tensor,
@@ -198,19 +199,6 @@ def _give_grouped_product(
 ) -> None:
     factors = Rounded(grad, grad_scale), Rounded(rows, rows_scale)
     known_by(int(ticket)).add_made(lambda: _gradient_product(*factors, ends_X, has_kernel=has_kernel))
-
-
-@_give_grouped_product.register_fake
-def _(
-    ticket: Tensor,
-    grad: Tensor,
-    grad_scale: Tensor,
-    rows: Tensor,
-    rows_scale: Tensor,
-    ends_X: Tensor,
-    has_kernel: bool,
-) -> None:
-    """Nothing that a compiler can see comes of it but the change of the ticket."""
 
 
 _gradient_product = functools.partial(_grouped_product, keeps_digits=True)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from conf.schema import ModelConfig
 from orchestra.model.initial import is_fake, takes_gpu_kernels
 from orchestra.model.kernels import swiglu
+from orchestra.model.operators import changing
 from orchestra.model.weight_gradients import (
     WeightGradient,
     add_product_,
@@ -135,14 +136,9 @@ def _stacked_gradient(grad_MO: Tensor, rows_MI: Tensor, ends_X: Tensor) -> Tenso
     return made
 
 
-@torch.library.custom_op("orchestra::give_stacked_product", mutates_args=("ticket",))
+@changing("give_stacked_product")
 def _give_stacked_product(ticket: Tensor, grad_MO: Tensor, rows_MI: Tensor, ends_X: Tensor) -> None:
     known_by(int(ticket)).add_made(lambda: _stacked_gradient(grad_MO, rows_MI, ends_X))
-
-
-@_give_stacked_product.register_fake
-def _(ticket: Tensor, grad_MO: Tensor, rows_MI: Tensor, ends_X: Tensor) -> None:
-    """Nothing that a compiler can see comes of it but the change of the ticket."""
 
 
 class _OneByOne(torch.autograd.Function):
