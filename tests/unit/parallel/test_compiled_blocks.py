@@ -132,10 +132,13 @@ def test_equal_blocks_are_compiled_once_whatever_the_step_and_the_micro_batch(ca
 
 
 def test_a_further_start_finds_blocks_on_the_disk() -> None:
-    """Those that are recomputed by a policy too: none of them is traced and planned again."""
-    train = TrainConfig(
-        seq_len=8, micro_batch_size=1, global_batch_size=1, compile=True, recompute=Recompute.selective
-    )
+    """Those that are recomputed by a policy too."""
+    assert_found_on_disk(torch.device("cpu"), Recompute.selective)
+
+
+def assert_found_on_disk(device: torch.device, recompute: Recompute) -> None:
+    """Start twice: nothing is traced, planned and compiled again."""
+    train = TrainConfig(seq_len=8, micro_batch_size=1, global_batch_size=1, compile=True, recompute=recompute)
     model = ModelConfig(
         hidden_size=16,
         intermediate_size=32,
@@ -150,10 +153,11 @@ def test_a_further_start_finds_blocks_on_the_disk() -> None:
         for _ in range(2):
             torch.compiler.reset()
             counters.clear()
-            training = build_training(config, make_mesh(0, Layout(1), torch.device("cpu")))
+            training = build_training(config, make_mesh(0, Layout(1), device))
             training.step.run(1, torch.zeros(1, 1, 9, dtype=torch.int64))
             training.parallelized.stage.close()
             found.append(dict(counters["aot_autograd"]))
+            assert "fxgraph_cache_bypass" not in counters["inductor"]
     torch.compiler.reset()
     assert all("autograd_cache_bypass" not in each for each in found)
     assert found[0]["autograd_cache_miss"] == found[1]["autograd_cache_hit"] == 1 + LOSS_GRAPHS
