@@ -25,8 +25,12 @@ class Module:
 @cache
 def modules() -> dict[str, Module]:
     """Return the modules of all packages by dotted name."""
-    files = [file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))]
-    return {module.name: module for file in files for module in [_module(file)]}
+    return {module.name: module for package in PACKAGES for module in modules_in(package)}
+
+
+def modules_in(folder: str) -> list[Module]:
+    """Return the modules below a folder of the repository."""
+    return [_module(file) for file in sorted((ROOT / folder).rglob("*.py"))]
 
 
 @cache

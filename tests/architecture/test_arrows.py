@@ -6,9 +6,10 @@ import ast
 import graphlib
 import re
 import sys
+import tomllib
 
 import pytest
-from source_tree import PACKAGES, ancestors, imports, modules, reached, trail
+from source_tree import PACKAGES, ROOT, ancestors, imports, modules, modules_in, reached, trail
 
 # Inside orchestra each part imports only parts that stand before it.
 ORDER = (
@@ -34,6 +35,8 @@ THIRD_PARTY = {
     "launchers": set(),
     "checkpointing": {"torch", "safetensors", "fsspec", "numpy", "xxhash"},
 }
+# Modules that have another name than the package in pyproject.toml which brings them.
+BROUGHT_BY = {"hydra": "hydra-core", "yaml": "omegaconf", "pynvml": "nvidia-ml-py"}
 # A program of its own, which becomes torchrun: nobody imports it.
 IS_TORCHRUN = "launchers.bound_torchrun"
 OF_OURS = {
@@ -88,6 +91,43 @@ def test_packages_import_only_what_the_house_allows() -> None:
             if not is_allowed and (module.name, top) != (IS_TORCHRUN, "torch"):
                 wrong.append(f"{module.name} imports {target}")
     assert wrong == []
+
+
+def test_what_is_imported_is_what_pyproject_declares() -> None:
+    """An environment without the tests' own packages is enough: those of extras are tried for only."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = packages_in(project["dependencies"])
+    extras = packages_in([each for extra in project["optional-dependencies"].values() for each in extra])
+    wrong, found = [], set()
+    for module in (*modules().values(), *modules_in("slurm")):
+        for top in {target.split(".")[0] for target in imports(module)} - {*PACKAGES, "slurm"}:
+            if top not in sys.stdlib_module_names:
+                package = BROUGHT_BY.get(top, top)
+                found.add(package)
+                if package not in declared and not (package in extras and top in tried(module.tree)):
+                    wrong.append(f"{module.name} imports {top}")
+    assert wrong == []
+    # What is declared is found; files of safetensors are read and written without it.
+    assert declared - found <= {"safetensors"}
+    source = "import a\ntry:\n    import b.c\nexcept ImportError:\n    import d\n"
+    assert tried(ast.parse(source)) == {"b"}
+
+
+def packages_in(requirements: list[str]) -> set[str]:
+    """Return the names in requirements such as `moto[server]>=5.0`."""
+    return {re.split(r"[^\w-]", each)[0] for each in requirements}
+
+
+def tried(tree: ast.Module) -> set[str]:
+    """Return the packages that are imported where a handler of ImportError stands around it."""
+    return {
+        alias.name.split(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Try) and any("ImportError" in ast.unparse(each) for each in node.handlers)
+        for inner in node.body
+        if isinstance(inner, ast.Import)
+        for alias in inner.names
+    }
 
 
 def test_the_library_uses_no_private_names_of_torch() -> None:

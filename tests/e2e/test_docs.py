@@ -16,6 +16,7 @@ from checkpointing.catalog import committed_steps
 from checkpointing.storage import open_storage
 from orchestra.config.keys import known_keys
 from tests.support.forked_commands import ForkedCommands
+from tests.support.own_environment import make_environment
 from tests.support.pages import DOCS, ROOT, blocks, commands, shown_commands
 
 COMMANDS = commands("bash")
@@ -129,14 +130,27 @@ def test_the_site_builds_without_a_warning_and_explains_every_key(tmp_path: Path
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_make_demo_trains_on_a_clean_clone(tmp_path: Path) -> None:
-    """Installs into a new virtual environment, as on a fresh machine, and trains a shortened demo."""
+    """Trains a shortened demo where nothing is installed but what pyproject.toml declares. How that gets
+    there `make test` has shown itself: its commands are those of the demo, but for the name of an extra.
+    """
     clone = tmp_path / "orchestra"
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
     kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    # Most files are never imported. pip takes it for the value of "compile", whatever its name: 0 is no.
-    kept["PIP_NO_COMPILE"] = "0"
-    demo = ["make", "demo", "OVERRIDES=train.steps=20 run.name=demo"]
-    done = subprocess.run(demo, cwd=clone, env=kept, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert (clone / "runs" / "demo" / "metrics.jsonl").read_text().count("\n") == 20
+
+    def make(*words: str) -> list[str]:
+        done = subprocess.run(["make", *words], cwd=clone, env=kept, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout.splitlines()
+
+    *installs, touched = make("--dry-run", ".venv/installed")
+    *as_tests_do, also_touched = make("--dry-run", ".venv/installed-test")
+    assert any("pip install" in line and "-e '.'" in line for line in installs)
+    assert installs == [line.replace("'.[test]'", "'.'") for line in as_tests_do]
+    assert (touched, also_touched) == ("touch .venv/installed", "touch .venv/installed-test .venv/installed")
+    assert make("--dry-run", "demo")[: len(installs) + 1] == [*installs, touched]
+
+    make_environment(clone)
+    printed = make("demo", "OVERRIDES=train.steps=5 optim.warmup_steps=1 run.name=demo")
+    assert "installing" not in printed[0]
+    assert (clone / "runs" / "demo" / "metrics.jsonl").read_text().count("\n") == 5
     assert list((clone / "runs" / "demo" / "wandb").glob("offline-run-*/*.wandb"))

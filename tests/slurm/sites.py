@@ -266,8 +266,10 @@ class Site:
         wait_until(lambda: self.job_state(job) in _JOB_IS_OVER, f"job {job} ends", 100)
         return self.job_state(job)
 
-    def start_again_now(self, job: str) -> None:
-        """Wait until a job was put back into the queue, and spare it the time that Slurm holds it there."""
+    def start_again_now(self, job: str, *changes: str) -> None:
+        """Wait until a job was put back into the queue, and spare it the time that Slurm holds it there.
+        `changes` are made to it before it starts, as `scontrol update` takes them.
+        """
         # Its nodes are cleared first, which takes minutes on a machine that is busy throughout.
         try:
             wait_until(lambda: self.job_state(job) == "PENDING", f"job {job} is in the queue again", 150)
@@ -285,7 +287,8 @@ class Site:
             if time.monotonic() > tried + _TRY_EVERY_S:
                 tried = time.monotonic()
                 with contextlib.suppress(subprocess.CalledProcessError):
-                    self.inside("controller", "scontrol", "update", f"JobId={job}", "StartTime=now")
+                    words = ("scontrol", "update", f"JobId={job}", "StartTime=now", *changes)
+                    self.inside("controller", *words)
             return self.job_state(job) != "PENDING"
 
         wait_until(is_started, f"job {job} starts again")
