@@ -25,7 +25,10 @@ LIMIT_S = 900.0 if os.environ.get("ORCHESTRA_EQUIVALENCE") == "all" else 100.0
 _HOST = "127.0.0.1"
 # Processes are forked from one that has imported what takes long, and has no threads and no device yet.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch.distributed", "orchestra.train.trainer"])
+# torch imports its compiler where a block is first recomputed: three seconds in each process otherwise.
+_CONTEXT.set_forkserver_preload(
+    ["torch.distributed", "orchestra.train.trainer", "torch._dynamo", "torch._functorch.aot_autograd"]
+)
 
 
 class RankPool:

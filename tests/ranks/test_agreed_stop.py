@@ -80,9 +80,7 @@ def asked(path: Path, attempt: int = 0) -> StopRequest:
     return request
 
 
-@pytest.mark.parametrize(
-    ("ask_at", "asker"), [(1, 0), (1, 1), (2, 1), (4, 0), (5, 0), (5, 1), (6, 1), (11, 0)]
-)
+@pytest.mark.parametrize(("ask_at", "asker"), [(1, 0), (1, 1), (4, 0), (5, 0), (5, 1), (6, 1), (11, 0)])
 def test_all_ranks_stop_behind_the_step_in_which_it_was_asked_and_the_run_goes_on_bit_for_bit(
     ranks: Ranks, alone: tuple[Path, list[dict[str, str]]], tmp_path: Path, ask_at: int, asker: int
 ) -> None:

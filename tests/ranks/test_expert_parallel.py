@@ -266,7 +266,6 @@ def test_a_save_is_the_same_on_any_layout(ranks: Ranks, tmp_path: Path) -> None:
         (4, mixed(dp=4, ep=2, zero=2, shard_degree=2, precision="bf16")),
         (4, mixed(dp=2, ep=2, tp=2, sequence_parallel=True, precision="bf16")),
         (4, mixed(dp=2, ep=2, pp=2, zero=2, accumulation=2, precision="bf16")),
-        (2, mixed(dp=2, ep=2, zero=2, precision="bf16")),
         (1, mixed(precision="bf16")),
     )
     for number, (size, config) in enumerate(others):

@@ -38,7 +38,7 @@ from orchestra.run.metrics_file import eval_column, read_metrics
 from orchestra.run.paths import RunDir
 from tests.support.torch_features import NEEDS_ROW_PRODUCTS
 
-MOVES_AFTER, LAST = 5, 12
+MOVES_AFTER, LAST = 3, 6
 AUTO, FIXED = ExpertPlacement.auto, ExpertPlacement.fixed
 TIGHT = replace(MIXTURE, moe_capacity_factor=1.0)
 FIVE = replace(MIXTURE, num_experts=5)

@@ -28,7 +28,7 @@ from conf.schema import Config, Family, ModelConfig, Recompute, Scaling
 from orchestra.sizes.flops import num_parameters
 from tests.support.torch_features import NEEDS_ROW_PRODUCTS
 
-FEW = 5
+FEW = 3
 
 
 def fp8(

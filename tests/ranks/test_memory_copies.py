@@ -97,7 +97,7 @@ def next_plan(nodes: list[Node], alive: Sequence[int], order: Sequence[int], pat
         (2, {"zero": 2, "precision": "bf16"}),
         (2, {"zero": 3}),
         (2, {"zero": 1, "state_dtype": StateDType.bf16, "precision": "bf16"}),
-        (4, {"tp": 2, "zero": 2}),
+        (2, {"tp": 2}),
         # Experts have moved before the copy, and do again after it.
         (4, {"num_experts": 5, "ep": 2, "zero": 2, "expert_placement": ExpertPlacement.auto}),
     ],

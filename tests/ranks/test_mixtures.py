@@ -27,7 +27,7 @@ from small_trainings import (
 
 from conf.schema import Config, ModelConfig, MoeAuxScope, MoeBalance, Recompute, ScoringFunc
 
-STEPS = 4
+STEPS = 3
 # A bias that moves fast enough to change who is chosen.
 MIXTURE = replace(
     ODD,

@@ -34,7 +34,7 @@ SGD: dict[str, Any] = {
 }
 ADAGRAD: dict[str, Any] = {"target": "torch.optim:Adagrad", "options": {"initial_accumulator_value": 0.1}}
 MUON: dict[str, Any] = {"target": "orchestra.optim.muon:Muon"}
-STEPS = 6
+STEPS = 4
 
 
 class Mixed(nn.Module):
