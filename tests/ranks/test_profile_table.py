@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import attempts
 import pytest
 from pool import Ranks
 from small_trainings import EVEN, config_of, start, take_steps, tokens_of
 from torch import Tensor, nn
 
 from conf.schema import ProfileConfig
+from orchestra.run.heartbeat import Heart, Phase
 from orchestra.run.paths import RunDir
 from orchestra.sizes.step_shares import OTHER, Part, read_shares
 from orchestra.train.watch.profile import StepProfiler
@@ -96,3 +100,41 @@ def test_the_shares_make_up_the_step_and_the_bytes_are_those_that_were_counted(
     record = json.loads((RunDir(tmp_path).profile / "summary.json").read_text())
     assert sum(record["shares"].values()) == pytest.approx(1.0)
     assert record["hidden_share"] == shares.hidden_share
+
+
+def acts_of_a_traced_run(rank: int, world: int, folder: Path) -> list[str]:
+    """Train a run that traces its second and third step; return what its heartbeat and its profiler did."""
+    acts: list[str] = []
+    beat, begin, write = Heart.beat, StepProfiler._begin, StepProfiler._write
+
+    def beats(self: Heart, phase: Phase, step: int, *places: int) -> None:
+        acts.append(f"{phase.name} {step}")
+        beat(self, phase, step, *places)
+
+    def begins(self: StepProfiler, step: int) -> None:
+        acts.append("trace begins")
+        begin(self, step)
+
+    def writes(self: StepProfiler, *arguments: Any, **options: Any) -> None:
+        acts.append("trace is written")
+        write(self, *arguments, **options)
+
+    config = attempts.with_steps(attempts.config_of(), 5)
+    traced = ProfileConfig(enabled=True, steps=[2, 3], ranks=[0])
+    config = replace(config, train=replace(config.train, profile=traced))
+    with (
+        patch.object(Heart, "beat", beats),
+        patch.object(StepProfiler, "_begin", begins),
+        patch.object(StepProfiler, "_write", writes),
+    ):
+        attempts.attempt_of(rank, world, folder, 0, config)
+    return acts
+
+
+def test_a_trace_begins_and_is_written_outside_of_steps(ranks: Ranks, tmp_path: Path) -> None:
+    """Both take seconds, the import of torch's compiler too: a step that takes so long counts as hanging."""
+    (acts,) = ranks(1).run(acts_of_a_traced_run, folder=tmp_path)
+    began, written = acts.index("trace begins"), acts.index("trace is written")
+    assert acts.index("record 1") < began < acts.index("step 2")
+    assert acts.index("record 3") < written < acts.index("step 4")
+    assert (acts.count("trace begins"), acts.count("trace is written")) == (1, 1)
