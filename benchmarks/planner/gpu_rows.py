@@ -112,10 +112,12 @@ ROWS = (
     today("8B8", f"{FP8} precision.fp8_scaling=row", 43193, 52.9),
     today("llama_1b", COMPILED, 63603, 40.2),
     today("llama_1b", FP8, 72555, 36.0),
-    today("gpt2_xl", COMPILED, 23619, 24.6),
     today("qwen3_moe", COMPILED, 115398, 58.7),
     today("mixtral", COMPILED, 86206, 52.2),
 )
+
+# Not met: most likely it waits for the host, of which the plan knows nothing here.
+NOT_MET = today("gpt2_xl", COMPILED, 23619, 24.6)
 
 
 def case(row: GpuRow) -> PlanCase:
@@ -134,7 +136,7 @@ def case(row: GpuRow) -> PlanCase:
 
 
 def main() -> None:
-    for row in ROWS:
+    for row in (*ROWS, NOT_MET):
         here = case(row)
         speed = predict(here).tokens_per_s
         # The loss kept its logits in fp32 also where blocks were compiled.
