@@ -23,6 +23,8 @@ CONTESTANTS = {
     "sustained": "products and attention alone, in a row",
     "limit": "limit: each of them by itself",
 }
+# Others that are measured only where they are named: a turn of theirs takes long.
+ON_REQUEST = ("fp8_rows", "offload")
 PEERS = ("transformers", "fully_shard", "torchtitan")
 LIMIT = "limit"
 _GIB = 2**30

@@ -1,8 +1,8 @@
 """Operators that change a tensor, for compiled code: the compiler keeps their calls, in their order, and does
 not look inside.
 
-torch's `custom_op` does the same with layers for autograd around each call, in Python: five times the host's
-time. Nobody differentiates these, and a small micro-batch waits for the host.
+torch's `custom_op` does the same with layers for autograd around each call, in Python: 29 (torch 2.11) and 48
+microseconds (2.13) a call on a CPU's host, where these take 5. Nobody differentiates these.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ _LIBRARY: Any = torch.library.Library("orchestra", "FRAGMENT")  # type: ignore[n
 
 
 def changing(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that makes the operator `orchestra::<name>` of a function on any device, which
-    returns nothing and changes its parameter `name`'s tensor: the first one.
+    """Return a decorator that makes the operator `orchestra::<name>` of a function, for any device.
+
+    It returns nothing and changes the tensor that is its first argument.
     """
 
     def operator_of(function: Callable[..., None]) -> Callable[..., None]:

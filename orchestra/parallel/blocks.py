@@ -270,11 +270,11 @@ def _find_on_disk() -> None:
     by hand. It is part of what a graph is found by, as it was traced; what the compiler asks operators for is
     not, and so the sources are.
     """
-    functorch = torch._functorch.config
-    functorch.autograd_cache_allow_custom_autograd_functions = True
-    # Attention counts as random, and torch 2.11 keeps no graph that computes it again where it takes a GPU's
-    # generator for it; where it takes the generator's state it does.
-    functorch.graphsafe_rng_functionalization = False
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+    # Attention counts as random. torch 2.11 keeps no graph that computes it again with a GPU's generator, but
+    # one with the generator's state.
+    if not torch._prims.rng_prims.graphsafe_run_with_rng_state.cacheable():
+        torch._functorch.config.graphsafe_rng_functionalization = False
     tag = torch.compiler.config.cache_key_tag
     if not tag.endswith(_sources()):
         torch.compiler.config.cache_key_tag = f"{tag} {_sources()}".strip()

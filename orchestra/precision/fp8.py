@@ -37,7 +37,7 @@ from orchestra.sizes.memory import FP8_ELEMENTS
 
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 # Different matrices of one model, and chunks of logits.
-MOST_SIZES = 64
+_MOST_SIZES = 64
 # NVIDIA's Ada; Hopper is 9.0.
 LEAST_CAPABILITY = (8, 9)
 
@@ -109,7 +109,7 @@ def turn_(values: Tensor, turned_values: Tensor) -> None:
     """Write the transposed matrix, by code that is compiled by itself for its sizes."""
     # As bytes, which all types of fp8 share one graph by. What is compiled for any sizes reached a third of
     # an H100's bandwidth.
-    with torch._dynamo.config.patch(recompile_limit=MOST_SIZES):
+    with torch._dynamo.config.patch(recompile_limit=_MOST_SIZES):
         _compiled_turn()(values.view(torch.uint8), turned_values.view(torch.uint8))
 
 
@@ -127,8 +127,8 @@ def _made_apart(values: Tensor, after: Tensor | None = None) -> None:
     """Change nothing: what the compiler makes of `values` after this is no part of the pass that makes them.
 
     Without it a pass that sums along rows, as a norm's backward does, writes the transposed numbers too, each
-    far from the next: four times as long on an H100. `after`, a gradient, keeps it in the backward pass:
-    from the forward pass the transposed numbers would be kept.
+    far from the next: four times as long on an H100. `after`, a gradient, keeps it in the backward pass, so
+    that the transposed numbers are not made and kept by the forward pass.
     """
 
 
@@ -359,8 +359,8 @@ class _RoundedProducts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         scaling: Scaling = ctx.scaling
-        # What sums along rows may not write the transposed numbers: neither a norm before several products of
-        # one input, whose rounding is repeated here, nor a norm after a single one, which makes its gradient.
+        # What sums along rows may not write the transposed numbers: not the norm before several products,
+        # part of which is computed again here, nor that after a single one, which makes its gradient.
         is_apart = scaling is Scaling.tensor and torch.compiler.is_compiling()
         if scaling is Scaling.tensor:
             values, scale, *others = ctx.saved_tensors

@@ -83,6 +83,11 @@ def test_the_command_takes_turns_and_writes_what_it_measured(tmp_path: Path) -> 
     assert "without a peer" in done.stdout
 
 
+def test_what_takes_long_and_is_no_aim_of_every_shape_runs_where_it_is_named() -> None:
+    assert {*CONTESTANTS} - {*parsed(["8b8"]).only} == {"fp8_rows", "offload"}
+    assert parsed(["gpt2_xl", "--only", "full", "offload"]).only == ["full", "offload"]
+
+
 @pytest.mark.parametrize("name", ["llama_1b", "llama_125m", "gpt2_xl"])
 def test_shapes_are_the_presets_of_their_names(name: str) -> None:
     assert SHAPES[name].model == compose([f"model={name}", "cluster.device=cpu"]).config.model
