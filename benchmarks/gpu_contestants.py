@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from gpu_first_step import observed
 from gpu_shapes import Shape
 from peers import product_shapes, transformers_llama, transformers_mixture
 from torch import Tensor, nn
@@ -105,7 +106,7 @@ def turn(name: str, arguments: argparse.Namespace, shape: Shape, device: torch.d
 
 def timed(step: Step, num_steps: int, device: torch.device) -> dict[str, Any]:
     """Return the seconds of a step, the mean of some that follow each other; and those of the first one,
-    which compiles, with its loss.
+    which compiles, with its loss and where its time went.
     """
 
     def now() -> float:
@@ -114,7 +115,8 @@ def timed(step: Step, num_steps: int, device: torch.device) -> dict[str, Any]:
         return time.perf_counter()
 
     began = now()
-    first_loss = float(step())
+    with observed() as first_step:
+        first_loss = float(step())
     first_step_s = now() - began
     for _ in range(_WARMUP_STEPS - 1):
         step()
@@ -125,6 +127,7 @@ def timed(step: Step, num_steps: int, device: torch.device) -> dict[str, Any]:
         "seconds": (now() - began) / num_steps,
         "first_step_s": first_step_s,
         "first_loss": first_loss,
+        "first_step": first_step,
     }
 
 

@@ -39,12 +39,15 @@ class Measured:
     peak_bytes: int = 0
     # The loss of the first step, None of what trains nothing.
     first_loss: float | None = None
+    # Where the time of each turn's first step went.
+    first_steps: list[Mapping[str, Any]] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
 
     def add(self, turn: Mapping[str, Any]) -> None:
         """Take in a turn, as the contestant's process tells it."""
         self.seconds.append(turn["seconds"])
         self.first_steps_s.append(turn["first_step_s"])
+        self.first_steps.append(turn.get("first_step", {}))
         self.peak_bytes = max(self.peak_bytes, turn["peak_bytes"])
         if self.first_loss is None:
             self.first_loss = turn["first_loss"]
@@ -81,6 +84,7 @@ def rows_of(
                 "peak_bytes": found.peak_bytes,
                 "first_step_s": found.first_steps_s[0],
                 "first_loss": found.first_loss,
+                "first_steps": found.first_steps,
             }
         )
     return rows

@@ -3,7 +3,8 @@
 `python tests/slurm/soak.py --seconds 1800 --seed 7` (`make soak`): faults are a Poisson process (a mean of
 60 s between two) to ranks, agents and nodes, the first one too, at whatever phase the run is in; lost nodes
 come back later. Then the run is left alone, and what it ends with is held to the oracle of the fault matrix.
-Each fault and each recovery is printed, and the accounts at the end. It needs root and Slurm's packages.
+`--at-once 2` hits two nodes in the same moment each time, in ways drawn apart. Each fault and each recovery
+is printed, and the accounts at the end. It needs root and Slurm's packages.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Soak:
 
     run: SubmittedRun
     chance: random.Random
+    at_once: int = 1
     down: dict[str, float] = field(default_factory=dict)
     num_faults: int = 0
 
@@ -74,12 +76,15 @@ class Soak:
             write_line(f"{host} is back")
 
     def _hit(self) -> None:
-        """Do one of five things to a node of the attempt that is on, if there is one."""
+        """Do one of five things to each of some nodes of the attempt that is on, if there is one."""
         if self.run.attempt() < 0:
             return
+        hosts = self.run.hosts()
+        for node in self.chance.sample(range(len(hosts)), min(self.at_once, len(hosts))):
+            self._hit_node(node, hosts[node])
+
+    def _hit_node(self, node: int, host: str) -> None:
         what, do = self.chance.choice(FAULTS)
-        node = self.chance.randrange(len(self.run.hosts()))
-        host = self.run.hosts()[node]
         is_loss = do is SubmittedRun.fail_node
         if is_loss and len(self.down) >= HOSTS - NODES - SPARES:
             what, do, is_loss = "rank gets SIGKILL", SubmittedRun.hit_rank, False
@@ -108,6 +113,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=1800, help="how long there are faults (%(default)s)")
     parser.add_argument("--mean", type=float, default=MEAN_S, help="seconds between two (%(default)s)")
+    parser.add_argument("--at-once", type=int, default=1, help="nodes that a fault hits (%(default)s)")
     parser.add_argument("--seed", type=int, default=None, help="chosen and printed where it is not given")
     parser.add_argument("--step", type=float, default=0.05, help="seconds that a step waits (%(default)s)")
     parser.add_argument("--folder", type=Path, help="keep cluster and runs there; else all is removed")
@@ -129,7 +135,7 @@ def soak(site: Site, arguments: argparse.Namespace, seed: int) -> int:
     site.clear()
     name = f"soak-{seed}-{time.time_ns() // 1_000_000}"
     run = site.submit_run(name, *length, *quick, *more, f"cluster.spare_nodes={SPARES}")
-    soaked = Soak(run, random.Random(seed))
+    soaked = Soak(run, random.Random(seed), arguments.at_once)
     # Beside it, in what time the run leaves: a run has its nodes for itself, and goodput is the run's.
     # Niceness is a thread's on Linux, and its children's.
     aside = ThreadPoolExecutor(1, initializer=os.nice, initargs=(19,))

@@ -79,6 +79,8 @@ def test_the_command_takes_turns_and_writes_what_it_measured(tmp_path: Path) -> 
         assert row["tokens_per_s"] == pytest.approx(2 * 2 * 32 / row["median_s"])
         assert row["contestant"] in done.stdout
     assert (rows["limit"]["of_limit"], rows["eager"]["of_best_peer"]) == (1, None)
+    first_turn, _ = rows["eager"]["first_steps"]
+    assert first_turn == {"tried": [], "compile_s": 0, "trace_s": 0, "load_s": 0, "generate_s": 0}
     assert f"left out: {CONTESTANTS['fp8']}" in done.stdout
     assert "without a peer" in done.stdout
 
