@@ -247,11 +247,8 @@ def _rounded_bytes(shape: TrainingShape, stage: PipelineStage) -> float:
 
 def _in_fp8(shape: TrainingShape, layers: Iterable[int]) -> list[bool]:
     """Return of each of some layers that computes in fp8 whether it has experts, where the model has."""
-    if shape.precision is not PrecisionName.fp8:
-        return []
-    first, num_dense = shape.options.fp8_bf16_blocks, num_dense_layers(shape.model)
-    in_fp8 = range(first, shape.model.num_hidden_layers - first)
-    return [layer >= num_dense for layer in layers if layer in in_fp8]
+    num_dense = num_dense_layers(shape.model)
+    return [layer >= num_dense for layer in layers if layer in shape.layers_in_fp8]
 
 
 def _elements_kept_whole(shape: TrainingShape, stage: PipelineStage, parts: RankParameters) -> float:
@@ -327,9 +324,10 @@ def _work_of(shape: TrainingShape, stage: PipelineStage, layers: range, parts: R
     dense = layer_of(shape, has_experts=False)
     kept = sum(dense.kept_bytes(kind) * sum(1 for _ in alike) for kind, alike in groupby(kinds[:num_dense]))
     kept += sum(layer.kept_bytes(kind) * sum(1 for _ in alike) for kind, alike in groupby(kinds[num_dense:]))
-    is_kept = [kind is Recompute.none for kind in kinds]
-    fewer = _kept_in_fp8(shape, has_experts=False) * sum(is_kept[:num_dense])
-    fewer += _kept_in_fp8(shape, has_experts=True) * sum(is_kept[num_dense:])
+    in_fp8 = shape.layers_in_fp8
+    is_kept = [kind is Recompute.none and layer in in_fp8 for layer, kind in zip(layers, kinds, strict=True)]
+    fewer = kept_in_fp8(shape, has_experts=False) * sum(is_kept[:num_dense])
+    fewer += kept_in_fp8(shape, has_experts=True) * sum(is_kept[num_dense:])
     replayed = _replayed_bytes(shape, stage, parts)
     working = replace(shape, model=dense.model) if num_dense == len(kinds) else shape
     temporary = max(_temporary_bytes(working), replayed.in_layer, _gathered_keys_bytes(shape))
@@ -495,19 +493,35 @@ def _gathered_keys_bytes(shape: TrainingShape) -> float:
     return 3 * 2 * tokens.count * cp * width * tokens.width_bytes
 
 
-def _kept_in_fp8(shape: TrainingShape, *, has_experts: bool) -> float:
-    """Return how much less a layer keeps whose products' inputs are kept in one byte: the norms' outputs and
-    the feed-forward's; the attention's is kept besides, for itself. Of a mixture its shared expert's: what
-    its experts multiply is rounded by rows, and kept in 16 bits.
+def kept_in_fp8(shape: TrainingShape, *, has_experts: bool) -> float:
+    """Return how much less a layer in fp8 keeps, which has products' inputs in one byte: the norms' outputs
+    and the feed-forward's; the attention's is kept besides, for itself. Of a mixture its shared expert's:
+    what its experts multiply is rounded by rows, and kept in 16 bits.
     """
-    if shape.precision is not PrecisionName.fp8 or not shape.options.keeps_fp8_inputs:
+    is_mixture = has_experts and shape.model.num_experts > 0
+    if shape.options.is_compiled and not is_mixture:
+        return _kept_in_compiled_fp8(shape)
+    if not shape.options.keeps_fp8_inputs:
         return 0.0
     model, tokens = shape.model, shape.tokens
-    is_mixture = has_experts and model.num_experts > 0
     width = model.shared_expert_intermediate_size if is_mixture else model.intermediate_size
     num_norms = 1 if is_mixture and not width else 2
     norms = 0 if tokens.tp > 1 else num_norms * model.hidden_size
     return tokens.count * (norms + (width - value_width(model)) / tokens.tp)
+
+
+def _kept_in_compiled_fp8(shape: TrainingShape) -> float:
+    """Return the same of a dense layer that is compiled: its backward pass makes again what it can make from
+    what is kept besides, as the compiler finds cheaper: the feed-forward's activation from its inputs, and
+    the norms' outputs. Where one scale holds for a tensor, those that several products take are kept in one
+    byte (`precision.fp8._made_apart`).
+    """
+    model, tokens = shape.model, shape.tokens
+    activation = tokens.width_bytes * model.intermediate_size / tokens.tp
+    if tokens.tp > 1:
+        return tokens.count * activation
+    several = 0 if not shape.options.keeps_fp8_inputs else 1 if model.family is Family.gpt else 2
+    return tokens.count * (activation + (2 * tokens.width_bytes - several) * model.hidden_size)
 
 
 def _is_summed_in_another_type(shape: TrainingShape) -> bool:

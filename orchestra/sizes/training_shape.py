@@ -363,6 +363,13 @@ class TrainingShape:
         return max(1, self.num_shards // self.layout.ep)
 
     @property
+    def layers_in_fp8(self) -> range:
+        """The layers of the model whose products are in fp8."""
+        first = self.options.fp8_bf16_blocks
+        is_fp8 = self.precision is PrecisionName.fp8
+        return range(first, self.model.num_hidden_layers - first if is_fp8 else first)
+
+    @property
     def gathers_fp8(self) -> bool:
         """Whether ZeRO-3 gathers the matrices of products in fp8 as their numbers of one byte."""
         options = self.options

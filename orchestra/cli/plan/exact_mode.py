@@ -31,7 +31,9 @@ from orchestra.sizes.units import MIB
 _EXPLAINED = """\
 --exact counts one rank's tensors too: the modules, optimizer and collectives that would train are built with
 fake tensors (no memory, no GPU, no other ranks) for two steps, with the recomputation that is asked for.
-Both counts are shown by component, and how far the closed form is off. It takes some seconds and loads torch.
+Both counts are shown by component, and how far the closed form is off. Blocks are counted as they run when
+they are not compiled: in fp8 compiled ones keep less, as the closed form knows. It takes some seconds and
+loads torch.
 """
 
 # Closed form's component and how the count calls it; activations and logits are alive at the same time.

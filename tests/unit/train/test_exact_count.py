@@ -63,7 +63,9 @@ def assert_alike(own: RankBytes, counted: ExactBytes) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_fp32_grad", "fp16", "fp8"])
 @pytest.mark.parametrize("model", [LAYERS, WORDS], ids=["layers", "words"])
 def test_closed_forms_meet_the_count_for_every_precision(precision: str, model: tuple[str, ...]) -> None:
-    assert_alike(*both(*model, f"precision={precision}", "parallelism=zero1"))
+    # The count's blocks are not compiled, and in fp8 those keep less (test_compiled_memory.py).
+    eager = ("train.compile=false",) if precision == "fp8" else ()
+    assert_alike(*both(*model, f"precision={precision}", "parallelism=zero1", *eager))
 
 
 @pytest.mark.slow
