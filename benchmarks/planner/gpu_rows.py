@@ -74,7 +74,7 @@ def today(
 
 
 COMPILED, FP8 = "train.compile=true", "train.compile=true precision=fp8"
-ROWS = (
+EARLIER = (
     GpuRow("8B8", "train.compile=false", 30155, 53.9),
     GpuRow("8B8", COMPILED, 31470, 53.9),
     GpuRow("8B8", COMPILED, 35640, 61.2, chunk=8192),
@@ -103,7 +103,9 @@ ROWS = (
     today("qwen3_moe", COMPILED, 117635, 58.7),
     # Half an hour earlier: rows of the embedding took 1.2 % of the step that they do not take now.
     today("mixtral", COMPILED, 86695, 52.2),
-    # 2026-11-27, the median of two H100s where both had it.
+)
+# 2026-11-27, the median of two H100s where both had it.
+NEWEST = (
     today("8B8", COMPILED, 38089, 52.4),
     today("8B8", f"{COMPILED} train.recompute=selective", 37271, 49.6),
     today("8B8", f"{COMPILED} train.recompute=full", 31688, 44.4),
@@ -111,10 +113,12 @@ ROWS = (
     today("8B8", f"{FP8} precision.fp8_output=true", 49924, 56.6),
     today("8B8", f"{FP8} precision.fp8_scaling=row", 43193, 52.9),
     today("llama_1b", COMPILED, 63603, 40.2),
-    today("llama_1b", FP8, 72555, 36.0),
+    # Took 36.0 GiB; since then the norms' outputs are kept, 1.0 GiB of them.
+    today("llama_1b", FP8, 72555, None),
     today("qwen3_moe", COMPILED, 115398, 58.7),
     today("mixtral", COMPILED, 86206, 52.2),
 )
+ROWS = (*EARLIER, *NEWEST)
 
 # Not met: most likely it waits for the host, of which the plan knows nothing here.
 NOT_MET = today("gpt2_xl", COMPILED, 23619, 24.6)

@@ -264,8 +264,13 @@ class Prediction:
 
     @property
     def reported_peak(self) -> Memory:
-        """The memory that the trainer's benchmark would report: of the first stage, or of the fullest."""
-        return self.stages[0] if self.case.framework.reports_first_stage else self.peak
+        """The memory that the trainer's benchmark would report: of the first stage, or of the fullest; of
+        orchestra's own on a GPU that of its tensors, without what torch's allocator holds besides.
+        """
+        framework = self.case.framework
+        if framework.name == OWN and not framework.computes_on_host:
+            return replace(self.peak, framework=0.0)
+        return self.stages[0] if framework.reports_first_stage else self.peak
 
     @property
     def time_if_nothing_waits(self) -> float:

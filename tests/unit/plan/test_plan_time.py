@@ -12,7 +12,7 @@ from plan_cases import case
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.planner.gpu_rows import FP8, ROWS, GpuRow
+from benchmarks.planner.gpu_rows import FP8, NEWEST, ROWS, GpuRow
 from benchmarks.planner.gpu_rows import case as gpu_case
 from conf.schema import Offload, PrecisionName, Scaling
 from orchestra.plan.compute import layer_time
@@ -20,6 +20,7 @@ from orchestra.plan.devices import EFA_H100, INFINIBAND_400, CollectiveGroup
 from orchestra.plan.kernels.memory_passes import _bytes_each
 from orchestra.plan.predict import predict, step_time
 from orchestra.precision.fp8 import FORWARD, attach_rounded, round_weight_, rounded, turned
+from orchestra.sizes.units import GIB
 
 
 def speed(**changes: object) -> float:
@@ -160,6 +161,13 @@ MET = [
 def test_what_one_gpu_was_measured_at_is_met_with_its_kernels_of_that_day(row: GpuRow) -> None:
     ratio = predict(gpu_case(row)).tokens_per_s / row.tokens_per_s
     assert ratio == pytest.approx(1, abs=0.09 if "fp8" in row.overrides else 0.06)
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in NEWEST if row.memory_gib], ids=lambda row: f"{row.shape} {row.overrides}"
+)
+def test_the_memory_of_the_newest_runs_on_a_gpu_is_met(row: GpuRow) -> None:
+    assert predict(gpu_case(row)).reported_peak.total / GIB == pytest.approx(row.memory_gib, rel=0.02)
 
 
 def test_state_in_host_memory_costs_what_it_cost_and_less_where_the_update_is_late() -> None:
