@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -27,7 +28,7 @@ from typing import Any
 
 import torch
 import torch._functorch.config
-from torch import nn
+from torch import fx, nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -271,10 +272,6 @@ def _find_on_disk() -> None:
     not, and so the sources are.
     """
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
-    # Attention counts as random. torch 2.11 keeps no graph that computes it again with a GPU's generator, but
-    # one with the generator's state.
-    if not torch._prims.rng_prims.graphsafe_run_with_rng_state.cacheable():
-        torch._functorch.config.graphsafe_rng_functionalization = False
     tag = torch.compiler.config.cache_key_tag
     if not tag.endswith(_sources()):
         torch.compiler.config.cache_key_tag = f"{tag} {_sources()}".strip()
@@ -288,6 +285,34 @@ def _sources() -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(files))).hexdigest()
 
 
+def _count_random_by_dropout() -> None:
+    """Let the compiler take attention that drops nothing out for what it is: not random. torch 2.14 does so
+    by itself. Older ones keep the generator's state around it where it is computed again, which takes the
+    host a fifth of a block's passes and more, and 2.11 then compiles it at each start.
+    """
+    partitioners: Any = importlib.import_module("torch._functorch.partitioners")
+    if hasattr(partitioners, "is_rng_op"):
+        return
+
+    def has_recomputable_rng_ops(module: fx.GraphModule) -> bool:
+        return any(partitioners.must_recompute(node) and _is_random(node) for node in module.graph.nodes)
+
+    partitioners.has_recomputable_rng_ops = has_recomputable_rng_ops
+
+
+def _is_random(node: fx.Node) -> bool:
+    operator = node.target
+    if not isinstance(operator, torch._ops.OpOverload):
+        return False
+    if torch.Tag.nondeterministic_seeded not in operator.tags:
+        return False
+    for place, argument in enumerate(operator._schema.arguments):
+        if argument.name == "dropout_p":
+            given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+            return bool((argument.default_value if given is None else given) != 0.0)
+    return True
+
+
 def compile_blocks(model: Transformer, config: Config) -> None:
     """Compile each block's forward in place, and the loss' passes over the logits, where train.compile is
     true; equal blocks share one compilation.
@@ -297,6 +322,7 @@ def compile_blocks(model: Transformer, config: Config) -> None:
     """
     if config.train.compile is True:
         _find_on_disk()
+        _count_random_by_dropout()
         limits = torch._dynamo.config
         limits.recompile_limit = max(limits.recompile_limit, _MOST_GRAPHS)
         model.logits_passes = CompiledPasses()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,10 @@ import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
+from functorch.compile import make_boxed_func
+from torch import fx
 from torch._dynamo.utils import counters
+from torch._inductor.compile_fx import compile_fx
 from torch._inductor.utils import fresh_cache
 
 from conf.schema import (
@@ -29,7 +32,7 @@ from conf.schema import (
     TrainConfig,
 )
 from orchestra.model.transformer import Transformer
-from orchestra.parallel.blocks import compile_blocks
+from orchestra.parallel.blocks import _is_random, compile_blocks
 from orchestra.parallel.mesh import make_mesh
 from orchestra.sizes.topology import Layout, layout
 from orchestra.train.build import build_training
@@ -161,6 +164,42 @@ def assert_found_on_disk(device: torch.device, recompute: Recompute) -> None:
     torch.compiler.reset()
     assert all("autograd_cache_bypass" not in each for each in found)
     assert found[0]["autograd_cache_miss"] == found[1]["autograd_cache_hit"] == 1 + LOSS_GRAPHS
+
+
+def test_attention_that_is_computed_again_keeps_no_state_of_random_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    called: set[str] = set()
+
+    def noted(part: fx.GraphModule, *_: object, **__: object) -> Callable[..., object]:
+        called.update(str(node.target) for node in part.graph.nodes)
+        return make_boxed_func(part.forward)  # type: ignore[no-any-return]
+
+    backend = functools.partial(compile_fx, inner_compile=noted)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    torch.compiler.reset()
+    config = config_of(Case(ranks=1, recompute="full"))
+    mesh = make_mesh(0, Layout(1), torch.device("cpu"))
+    training = build_training(config, mesh)
+    take_step(training, mesh, 1, 1)
+    training.parallelized.stage.close()
+    torch.compiler.reset()
+    assert any("attention" in name for name in called)
+    assert not {name for name in called if "rng" in name}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [((), False), ((0.0,), False), ((0.1,), True), ((0.0, True), False)]
+)
+def test_attention_is_random_where_it_drops_something_out(given: tuple[object, ...], expected: bool) -> None:
+    graph = fx.Graph()
+    inputs = tuple(graph.placeholder(name) for name in "qkv")
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    assert _is_random(graph.call_function(attention, (*inputs, *given))) is expected
+    named = dict(zip(("dropout_p", "is_causal"), given, strict=False))
+    assert _is_random(graph.call_function(attention, inputs, named)) is expected
+    assert _is_random(graph.call_function(torch.ops.aten.rand_like.default, inputs[:1]))
+    assert not _is_random(graph.call_function(torch.ops.aten.mm.default, inputs[:2]))
 
 
 class _Numbered(torch.nn.Module):
