@@ -101,12 +101,14 @@ class WeightGradient:
 
     def _add(self, gradient: Tensor) -> None:
         memory, adds = self.begin()
-        head = memory[: len(gradient)]
+        if len(gradient) < len(memory):
+            if not adds:
+                memory[len(gradient) :].zero_()
+            memory = memory[: len(gradient)]
         if adds:
-            head.add_(gradient)
+            memory.add_(gradient)
         else:
-            head.copy_(gradient)
-            memory[len(gradient) :].zero_()
+            memory.copy_(gradient)
         self.end()
 
     def add_rows(self, row_T: Tensor, grad_TE: Tensor) -> None:
