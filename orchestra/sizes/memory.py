@@ -513,8 +513,8 @@ def kept_in_fp8(shape: TrainingShape, *, has_experts: bool) -> float:
 def _kept_in_compiled_fp8(shape: TrainingShape) -> float:
     """Return the same of a dense layer that is compiled: its backward pass makes again what it can make from
     what is kept besides, as the compiler finds cheaper: the feed-forward's activation from its inputs, and
-    the norms' outputs. Where one scale holds for a tensor, those that several products take are kept in one
-    byte (`precision.fp8._made_apart`).
+    the norms' outputs (left in under tensor parallelism). Where one scale holds for a tensor, those that
+    several products take are kept in one byte (`precision.fp8._made_apart`).
     """
     model, tokens = shape.model, shape.tokens
     activation = tokens.width_bytes * model.intermediate_size / tokens.tp
