@@ -116,6 +116,7 @@ def main() -> int:
     parser.add_argument("--at-once", type=int, default=1, help="nodes that a fault hits (%(default)s)")
     parser.add_argument("--seed", type=int, default=None, help="chosen and printed where it is not given")
     parser.add_argument("--step", type=float, default=0.05, help="seconds that a step waits (%(default)s)")
+    parser.add_argument("overrides", nargs="*", help="of the run, such as parallelism.zero=3")
     parser.add_argument("--folder", type=Path, help="keep cluster and runs there; else all is removed")
     arguments = parser.parse_args()
     seed = random.randrange(10**6) if arguments.seed is None else arguments.seed
@@ -130,6 +131,7 @@ def soak(site: Site, arguments: argparse.Namespace, seed: int) -> int:
     steps = max(200, int(arguments.seconds / (1.1 * arguments.step)))
     waits = _STEP_WAITS.format(arguments.step)
     length = (f"train.steps={steps}", "checkpoint.every_steps=10", "train.log_every=10", "data.ledger=true")
+    length = (*length, *arguments.overrides)
     quick = ("cluster.gpus_per_node=1", "recovery.agent_timeout_s=5", "recovery.backoff_s=1")
     more = ("recovery.heartbeat_timeout_s=8", "recovery.exclude_hours=0", f"cluster.nodes={NODES}", waits)
     site.clear()
