@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -50,6 +51,7 @@ from orchestra.train.build import build_training, set_numerics
 Step = Callable[[], Tensor]
 SEED = 0
 _WARMUP_STEPS = 2
+_COMPILE_NOTHING = ("eager", "sustained")
 _CLIP_NORM = 1.0
 # Of one operation of the limit; the first calls choose its kernel.
 _TIMED_CALLS, _FIRST_CALLS = 10, 3
@@ -96,7 +98,7 @@ def turn(name: str, arguments: argparse.Namespace, shape: Shape, device: torch.d
     else:
         step, close = builder(name)(name, config_of(name, arguments, shape), device, dtype)
         try:
-            answer = timed(step, arguments.steps, device)
+            answer = timed(step, arguments.steps, device, compiles=name not in _COMPILE_NOTHING)
         finally:
             close()
         if name == "sustained":
@@ -104,9 +106,9 @@ def turn(name: str, arguments: argparse.Namespace, shape: Shape, device: torch.d
     return {**answer, "peak_bytes": torch.cuda.max_memory_allocated() if is_gpu else 0, "facts": facts}
 
 
-def timed(step: Step, num_steps: int, device: torch.device) -> dict[str, Any]:
-    """Return the seconds of a step, the mean of some that follow each other; and those of the first one,
-    which compiles, with its loss and where its time went.
+def timed(step: Step, num_steps: int, device: torch.device, *, compiles: bool) -> dict[str, Any]:
+    """Return the seconds of a step, the mean of some that follow each other; and those of the first one, with
+    its loss and, where it compiles, where its time went.
     """
 
     def now() -> float:
@@ -115,7 +117,8 @@ def timed(step: Step, num_steps: int, device: torch.device) -> dict[str, Any]:
         return time.perf_counter()
 
     began = now()
-    with observed() as first_step:
+    # What watching imports is imported by compiling too.
+    with observed() if compiles else nullcontext({}) as first_step:
         first_loss = float(step())
     first_step_s = now() - began
     for _ in range(_WARMUP_STEPS - 1):

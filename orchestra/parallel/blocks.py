@@ -288,7 +288,7 @@ def _sources() -> str:
 def _count_random_by_dropout() -> None:
     """Let the compiler take attention that drops nothing out for what it is: not random. torch 2.14 does so
     by itself. Older ones keep the generator's state around it where it is computed again, which takes the
-    host a fifth of a block's passes and more, and 2.11 then compiles it at each start.
+    host a fifth of a block's passes or more, and 2.11 then compiles it at each start.
     """
     partitioners: Any = importlib.import_module("torch._functorch.partitioners")
     if hasattr(partitioners, "is_rng_op"):

@@ -520,8 +520,9 @@ def _kept_in_compiled_fp8(shape: TrainingShape) -> float:
     activation = tokens.width_bytes * model.intermediate_size / tokens.tp
     if tokens.tp > 1:
         return tokens.count * activation
-    several = 0 if not shape.options.keeps_fp8_inputs else 1 if model.family is Family.gpt else 2
-    return tokens.count * (activation + (2 * tokens.width_bytes - several) * model.hidden_size)
+    # A GPT's feed-forward begins with one product, a Llama's with two.
+    in_bytes = (1 if model.family is Family.gpt else 2) if shape.options.keeps_fp8_inputs else 0
+    return tokens.count * (activation + (2 * tokens.width_bytes - in_bytes) * model.hidden_size)
 
 
 def _is_summed_in_another_type(shape: TrainingShape) -> bool:

@@ -130,8 +130,8 @@ def soak(site: Site, arguments: argparse.Namespace, seed: int) -> int:
     # As many as fill the time if nothing happens, a tenth beyond the wait each: the run outlives the faults.
     steps = max(200, int(arguments.seconds / (1.1 * arguments.step)))
     waits = _STEP_WAITS.format(arguments.step)
-    length = (f"train.steps={steps}", "checkpoint.every_steps=10", "train.log_every=10", "data.ledger=true")
-    length = (*length, *arguments.overrides)
+    saved = ("checkpoint.every_steps=10", "train.log_every=10", "data.ledger=true")
+    length = (f"train.steps={steps}", *saved, *arguments.overrides)
     quick = ("cluster.gpus_per_node=1", "recovery.agent_timeout_s=5", "recovery.backoff_s=1")
     more = ("recovery.heartbeat_timeout_s=8", "recovery.exclude_hours=0", f"cluster.nodes={NODES}", waits)
     site.clear()
@@ -141,7 +141,7 @@ def soak(site: Site, arguments: argparse.Namespace, seed: int) -> int:
     # Beside it, in what time the run leaves: a run has its nodes for itself, and goodput is the run's.
     # Niceness is a thread's on Linux, and its children's.
     aside = ThreadPoolExecutor(1, initializer=os.nice, initargs=(19,))
-    reference = References(site, (*length,), "soak", timeout_s=3 * arguments.seconds + 600)
+    reference = References(site, length, "soak", timeout_s=3 * arguments.seconds + 600)
     alone = aside.submit(reference.of, NODES)
     try:
         run.wait_for_step(5)

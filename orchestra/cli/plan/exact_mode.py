@@ -31,9 +31,7 @@ from orchestra.sizes.units import MIB
 _EXPLAINED = """\
 --exact counts one rank's tensors too: the modules, optimizer and collectives that would train are built with
 fake tensors (no memory, no GPU, no other ranks) for two steps, with the recomputation that is asked for.
-Both counts are shown by component, and how far the closed form is off. Blocks are counted as they run when
-they are not compiled: in fp8 compiled ones keep less, as the closed form knows. It takes some seconds and
-loads torch.
+Both counts are shown by component, and how far the closed form is off. It takes some seconds and loads torch.
 """
 
 # Closed form's component and how the count calls it; activations and logits are alive at the same time.
@@ -79,7 +77,10 @@ def _run(arguments: Namespace) -> int:
     config = configuration(arguments.overrides)
     shape = shape_of(config)
     compared = _compare(shape, _counted(config, shape))
-    print_result(arguments, lambda: _facts(compared), lambda: comparison_lines(compared))
+    keeps_less = bool(shape.layers_in_fp8) and shape.options.is_compiled
+    print_result(
+        arguments, lambda: _facts(compared), lambda: comparison_lines(compared, keeps_less=keeps_less)
+    )
     return EXIT_DONE
 
 
@@ -141,12 +142,15 @@ _NOTE = """\
 Counted are tensors, of rank 0's place; the libraries, the allocator's gaps and
 the driver come on top. A step's most holds activations, logits, messages and
 temporary tensors."""
+_NOTE_ON_COMPILED_FP8 = """\
+Blocks are counted as they run when they are not compiled: in fp8 compiled ones
+keep less, as the closed form knows."""
 
 
-def comparison_lines(compared: list[Compared]) -> list[str]:
-    """Return the comparison as a table."""
+def comparison_lines(compared: list[Compared], *, keeps_less: bool = False) -> list[str]:
+    """Return the comparison as a table; `keeps_less`: the blocks that train keep less than those counted."""
     lines = [f"{'one rank, MiB':<28}{'closed form':>14}{'counted':>14}{'difference':>12}"]
     for row in compared:
         off = "" if row.difference is None else f"{row.difference:+.1%}"
         lines.append(f"{_TITLES[row.name]:<28}{row.closed / MIB:>14,.1f}{row.counted / MIB:>14,.1f}{off:>12}")
-    return [*lines, "", _NOTE]
+    return [*lines, "", _NOTE, *[_NOTE_ON_COMPILED_FP8] * keeps_less]

@@ -11,11 +11,14 @@ import sys
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
 from benchmarks.gpu import SHAPES, parsed
+from benchmarks.gpu_first_step import observed
 from benchmarks.gpu_report import CONTESTANTS, Measured, rows_of, table
 from conf.schema import RopeScaling
 from orchestra.config.compose import compose
@@ -79,10 +82,34 @@ def test_the_command_takes_turns_and_writes_what_it_measured(tmp_path: Path) -> 
         assert row["tokens_per_s"] == pytest.approx(2 * 2 * 32 / row["median_s"])
         assert row["contestant"] in done.stdout
     assert (rows["limit"]["of_limit"], rows["eager"]["of_best_peer"]) == (1, None)
-    first_turn, _ = rows["eager"]["first_steps"]
-    assert first_turn == {"tried": [], "compile_s": 0, "trace_s": 0, "load_s": 0, "generate_s": 0}
+    assert rows["eager"]["first_steps"] == [{}, {}]
     assert f"left out: {CONTESTANTS['fp8']}" in done.stdout
     assert "without a peer" in done.stdout
+
+
+def test_what_a_first_step_compiles_and_tries_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU no kernel is tried: one that would be stands in its place."""
+    asked = []
+
+    def tried(_: object, *arguments: object) -> dict[str, float]:
+        asked.append(arguments)
+        return {"one": 1.0, "other": 2.0}
+
+    monkeypatch.setattr(CachingAutotuner, "benchmark_all_configs", tried)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: asked.append("waited"))
+    kernel = SimpleNamespace(
+        inductor_meta={"kernel_name": "triton_poi"}, autotune_cache_info={"state": "miss"}
+    )
+    with observed() as first_step:
+        torch.compile(torch.sin, backend="aot_eager")(torch.ones(2))
+        assert CachingAutotuner.benchmark_all_configs(kernel, "x") == {"one": 1.0, "other": 2.0}
+    torch.compiler.reset()
+    assert CachingAutotuner.benchmark_all_configs is tried
+    assert asked == ["waited", ("x",)]
+    assert 0 < first_step["trace_s"] <= first_step["compile_s"]
+    (seen,) = first_step["tried"]
+    assert (seen["kernel"], seen["configs"], "miss" in seen["cache"]) == ("triton_poi", 2, True)
+    assert min(seen["waited_s"], seen["tried_s"]) >= 0
 
 
 def test_what_takes_long_and_is_no_aim_of_every_shape_runs_where_it_is_named() -> None:

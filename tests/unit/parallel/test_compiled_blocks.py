@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +15,8 @@ import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
-from functorch.compile import make_boxed_func
 from torch import fx
 from torch._dynamo.utils import counters
-from torch._inductor.compile_fx import compile_fx
 from torch._inductor.utils import fresh_cache
 
 from conf.schema import (
@@ -37,6 +35,7 @@ from orchestra.parallel.mesh import make_mesh
 from orchestra.sizes.topology import Layout, layout
 from orchestra.train.build import build_training
 from orchestra.train.dry_build import allow_fake_groups, take_step
+from tests.support.graph_cut import cut_and_run
 
 LAYERS = 3
 # Of the loss: what it reads of the logits, and their gradient.
@@ -166,24 +165,21 @@ def assert_found_on_disk(device: torch.device, recompute: Recompute) -> None:
     assert found[0]["autograd_cache_miss"] == found[1]["autograd_cache_hit"] == 1 + LOSS_GRAPHS
 
 
+@pytest.mark.usefixtures("graphs_alone")
 def test_attention_that_is_computed_again_keeps_no_state_of_random_numbers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     called: set[str] = set()
 
-    def noted(part: fx.GraphModule, *_: object, **__: object) -> Callable[..., object]:
+    def see(part: fx.GraphModule) -> None:
         called.update(str(node.target) for node in part.graph.nodes)
-        return make_boxed_func(part.forward)  # type: ignore[no-any-return]
 
-    backend = functools.partial(compile_fx, inner_compile=noted)
+    backend = functools.partial(cut_and_run, see=see)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
-    torch.compiler.reset()
-    config = config_of(Case(ranks=1, recompute="full"))
     mesh = make_mesh(0, Layout(1), torch.device("cpu"))
-    training = build_training(config, mesh)
+    training = build_training(config_of(Case(ranks=1, recompute="full")), mesh)
     take_step(training, mesh, 1, 1)
     training.parallelized.stage.close()
-    torch.compiler.reset()
     assert any("attention" in name for name in called)
     assert not {name for name in called if "rng" in name}
 

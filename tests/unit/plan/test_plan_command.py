@@ -143,4 +143,7 @@ def test_both_counts_and_their_difference_are_shown(plan: PlanCommand) -> None:
 
 def test_the_comparison_fits_eighty_columns() -> None:
     compared = [Compared("later_steps", 3e13, 2 * 10**13), Compared("gathered", 3e9, 0)]
-    assert max(map(len, "\n".join(comparison_lines(compared)).splitlines())) <= 80
+    lines = "\n".join(comparison_lines(compared, keeps_less=True)).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[-2].startswith("Blocks are counted as they run when they are not compiled")
+    assert lines[:-2] == "\n".join(comparison_lines(compared)).splitlines()

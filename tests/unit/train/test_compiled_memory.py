@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
-from torch import Tensor, fx, nn
-from torch._inductor.compile_fx import compile_fx
+from torch import Tensor, nn
 
 from conf.schema import Config, Recompute
 from orchestra.config.compose import compose
@@ -19,6 +17,7 @@ from orchestra.plan.assemble import case_of
 from orchestra.sizes.memory import kept_in_fp8, layer_of
 from orchestra.sizes.topology import Layout
 from orchestra.train.build import build_training
+from tests.support.graph_cut import cut_and_run
 from tests.support.torch_features import NEEDS_ROW_PRODUCTS
 
 
@@ -29,36 +28,32 @@ def config_of(*overrides: str) -> Config:
     return compose(words, Situation("plan", num_gpus=1)).config
 
 
-@contextmanager
-def kept_by(block: nn.Module, no_activations: set[int]) -> Iterator[dict[int, int]]:
-    """Yield the bytes of what the block keeps by where it lies, but for the tensors that lie there."""
+def keep_account(block: nn.Module, no_activations: set[int]) -> dict[int, int]:
+    """Compile a block, and return the bytes of what it will keep, by where it lies; not of what lies there
+    already.
+    """
     kept: dict[int, int] = {}
-    inside = False
-
-    def enter(_: nn.Module, __: object) -> None:
-        nonlocal inside
-        inside = True
-
-    def leave(_: nn.Module, __: object, ___: object) -> None:
-        nonlocal inside
-        inside = False
+    forward = torch.compile(block.forward, backend=cut_and_run, dynamic=False)
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if inside and storage.data_ptr() not in no_activations and tensor.dim():
+        if storage.data_ptr() not in no_activations and tensor.dim():
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    hooks = block.register_forward_pre_hook(enter), block.register_forward_hook(leave)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield kept
-    for hook in hooks:
-        hook.remove()
+    def watched(*inputs: Any) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            return forward(*inputs)
+
+    block.forward = watched
+    return kept
 
 
-def without_code(graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
-    """Cut a graph into forward and backward as inductor does, and run both as they are."""
-    return compile_fx(graph, inputs, inner_compile=lambda part, *_, **__: make_boxed_func(part.forward))
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    """Leave nothing compiled behind."""
+    yield
+    torch.compiler.reset()
 
 
 def addresses(tensors: Iterator[Tensor]) -> set[int]:
@@ -85,11 +80,9 @@ def test_the_closed_form_is_what_compiled_blocks_keep_in_fp8(overrides: tuple[st
     config = config_of("model=debug", *overrides)
     training = build_training(config, make_mesh(0, Layout(dp=1), torch.device("cpu")))
     model = training.parallelized.model
-    block = model.layers[1]
-    block.forward = torch.compile(block.forward, backend=without_code, dynamic=False)
-    tokens = torch.randint(0, config.model.vocab_size, (1, 2, 33))
-    with kept_by(block, addresses(held(model))) as kept:
-        training.step.run(1, tokens)
+    kept = keep_account(model.layers[1], addresses(held(model)))
+    training.step.run(1, torch.randint(0, config.model.vocab_size, (1, 2, 33)))
+    training.parallelized.stage.close()
     case = case_of(config)
     expected = layer_of(case).kept_bytes(Recompute.none) - kept_in_fp8(case, has_experts=False)
     assert sum(kept.values()) == pytest.approx(expected, rel=0.01)
