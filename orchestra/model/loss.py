@@ -19,7 +19,7 @@ from torch import Tensor
 from orchestra.model.initial import is_fake
 from orchestra.model.logits import EAGER, LogitsPasses, wide_type
 from orchestra.model.weight_gradients import add_product_, ticket_of, weight_gradient
-from orchestra.sizes.memory import chunk_tokens, logit_bytes
+from orchestra.sizes.memory.loss_memory import chunk_tokens, logit_bytes
 
 # Targets with this value take no part in the loss (torch's own default of cross_entropy).
 IGNORED_TARGET = -100

@@ -30,7 +30,7 @@ from torch import Tensor
 from conf.schema import OptimConfig, StateDType
 from orchestra.model.initial import is_fake, mixed_bits, random_key
 from orchestra.optim.compiled_update import ROW, CompiledUpdate
-from orchestra.sizes.memory import ROUNDED_CPU, ROUNDED_GPU
+from orchestra.sizes.memory.step_memory import ROUNDED_CPU, ROUNDED_GPU
 
 # Stochastic rounding of fp32 to bf16: up or down with the probabilities that keep the mean.
 #

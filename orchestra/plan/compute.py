@@ -42,7 +42,8 @@ from orchestra.sizes.flops import (
     value_width,
     without_experts,
 )
-from orchestra.sizes.memory import loss_chunk_tokens, recomputed_kinds
+from orchestra.sizes.memory.layer_memory import recomputed_kinds
+from orchestra.sizes.memory.loss_memory import loss_chunk_tokens
 
 # To the experts and back, forward and backward.
 _EXCHANGES = 4

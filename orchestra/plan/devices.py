@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from conf.schema import PrecisionName
 from orchestra.errors import ConfigError
 from orchestra.sizes import hardware
-from orchestra.sizes.memory import USABLE_SHARE
+from orchestra.sizes.memory.rank_memory import USABLE_SHARE
 from orchestra.sizes.units import GIB
 
 

@@ -30,7 +30,8 @@ from orchestra.plan.kernels.memory_passes import BUSY_SHARE, STREAM_SHARE, UPDAT
 from orchestra.plan.pipeline_time import pipeline_time
 from orchestra.plan.stage_memory import Memory, fits, is_pressed, stage_memory, states_of_rank, widths_of
 from orchestra.sizes.flops import hardware_flops_per_token, model_flops_per_token
-from orchestra.sizes.memory import rank_bytes, recomputed_kinds
+from orchestra.sizes.memory.layer_memory import recomputed_kinds
+from orchestra.sizes.memory.rank_memory import rank_bytes
 from orchestra.sizes.pipeline_check import PassTimes
 from orchestra.sizes.topology import batch_ramp
 from orchestra.sizes.training_shape import PipelineStage, rank_parameters

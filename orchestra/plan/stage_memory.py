@@ -49,7 +49,9 @@ from orchestra.plan.case import PlanCase, RankElements, held_by_rank, held_of_la
 from orchestra.plan.compute import LayerTime, waits_at_hand_over
 from orchestra.plan.frameworks import OWN
 from orchestra.sizes.flops import attention_width, feed_forward_width, key_value_width, num_dense_layers
-from orchestra.sizes.memory import lasting_bytes, rank_bytes, recomputed_kinds, schedule_states
+from orchestra.sizes.memory.layer_memory import recomputed_kinds
+from orchestra.sizes.memory.rank_memory import lasting_bytes, rank_bytes
+from orchestra.sizes.memory.step_memory import schedule_states
 from orchestra.sizes.pipeline_schedule import splits_backward
 from orchestra.sizes.training_shape import MicroBatchTokens, PipelineStage
 

@@ -33,7 +33,7 @@ from conf.schema import Scaling
 from orchestra.model.initial import is_fake
 from orchestra.model.operators import changing
 from orchestra.model.weight_gradients import known_by, tickets_of, weight_gradient
-from orchestra.sizes.memory import FP8_ELEMENTS
+from orchestra.sizes.memory.layer_memory import FP8_ELEMENTS
 
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 # Different matrices of one model, and chunks of logits.

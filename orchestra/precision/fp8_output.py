@@ -29,7 +29,7 @@ from orchestra.precision.fp8 import (
     scaled_product,
     turn_,
 )
-from orchestra.sizes.memory import FP8_WORDS
+from orchestra.sizes.memory.loss_memory import FP8_WORDS
 
 
 class Fp8OutputProducts:

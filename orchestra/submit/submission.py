@@ -36,7 +36,7 @@ from orchestra.plan.profiles import is_profile, read_profile
 from orchestra.run.paths import SweepDir, SweepMember, is_sweep
 from orchestra.run.permissions import loose_folders
 from orchestra.sizes.advice import BEFORE_SUBMIT, MemoryNeed, changed, what_helps
-from orchestra.sizes.memory import USABLE_SHARE
+from orchestra.sizes.memory.rank_memory import USABLE_SHARE
 from orchestra.sizes.topology import has_open_micro_batch
 from orchestra.sizes.units import GIB
 from orchestra.submit.job import Share

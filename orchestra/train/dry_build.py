@@ -40,7 +40,7 @@ from orchestra.precision.policies import policy
 from orchestra.run.config_file import read_config
 from orchestra.run.heartbeat import Phase
 from orchestra.sizes.compilation import is_wanted
-from orchestra.sizes.memory import chunk_tokens, logit_bytes
+from orchestra.sizes.memory.loss_memory import chunk_tokens, logit_bytes
 from orchestra.sizes.pipeline_check import fewer_micro_batches, held_states
 from orchestra.sizes.pipeline_schedule import pipeline_shape
 from orchestra.sizes.topology import Layout, batch_shape, layout

@@ -24,7 +24,7 @@ from orchestra.errors import EXIT_DONE, EXIT_USAGE, ConfigError, OrchestraError
 from orchestra.plan.assemble import shape_of
 from orchestra.plan.frameworks import OWN
 from orchestra.run.config_file import write_config
-from orchestra.sizes.memory import rank_bytes
+from orchestra.sizes.memory.rank_memory import rank_bytes
 from orchestra.sizes.training_shape import TrainingShape
 from orchestra.sizes.units import MIB
 

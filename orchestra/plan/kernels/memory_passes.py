@@ -30,7 +30,7 @@ from orchestra.sizes.flops import (
     without_experts,
 )
 from orchestra.sizes.hardware import row
-from orchestra.sizes.memory import loss_chunk_tokens
+from orchestra.sizes.memory.loss_memory import loss_chunk_tokens
 from orchestra.sizes.training_shape import widths
 
 # Of the data sheet's bandwidth. The kernels of a step on one H200 that are neither products nor attention

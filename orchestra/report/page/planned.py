@@ -16,7 +16,7 @@ from orchestra.plan.predict import predict
 from orchestra.run.events import is_number, is_whole
 from orchestra.run.files import Record
 from orchestra.sizes.flops import model_flops_per_token
-from orchestra.sizes.memory import rank_bytes
+from orchestra.sizes.memory.rank_memory import rank_bytes
 
 
 def resolved(config: Config, starts: Sequence[Mapping[str, Any]]) -> Config:

@@ -12,7 +12,7 @@ import torch
 from conf.schema import Config
 from orchestra.errors import EXIT_DO_NOT_RESTART, ConfigError, TrainingError
 from orchestra.sizes.advice import SAME_NODES, MemoryNeed, Remedy, unless_refused, what_saves_most
-from orchestra.sizes.memory import RankBytes, rank_bytes
+from orchestra.sizes.memory.rank_memory import RankBytes, rank_bytes
 from orchestra.sizes.topology import Layout, batch_shape, layout
 from orchestra.sizes.training_shape import training_shape
 from orchestra.sizes.units import GIB

@@ -44,7 +44,7 @@ from orchestra.parallel.mesh import Mesh
 from orchestra.parallel.zero.reducer import Watcher
 from orchestra.run.events import EventWriter
 from orchestra.run.rollback import BROKEN_DEVICE, BadSteps
-from orchestra.sizes.memory import REPLAYED_CPU, REPLAYED_GPU
+from orchestra.sizes.memory.replay_memory import REPLAYED_CPU, REPLAYED_GPU
 from orchestra.sizes.step_shares import Part
 from orchestra.sizes.topology import Layout
 from orchestra.train.hooks import StepHook

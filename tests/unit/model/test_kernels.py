@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from orchestra.model.kernels import products, rms_norm, rotate, swiglu
 from orchestra.model.loss import IGNORED_TARGET, cross_entropy_sum
-from orchestra.sizes.memory import chunk_tokens, logit_bytes
+from orchestra.sizes.memory.loss_memory import chunk_tokens, logit_bytes
 
 DOUBLE = torch.float64
 

@@ -20,7 +20,7 @@ from orchestra.optim.plugged import PluggedOptimizer, gather_nothing
 from orchestra.parallel.mesh import Mesh
 from orchestra.plugins import Plugin, load, option_problems
 from orchestra.sizes.flops import num_parameters
-from orchestra.sizes.memory import rank_bytes
+from orchestra.sizes.memory.rank_memory import rank_bytes
 from orchestra.sizes.topology import Layout
 from orchestra.sizes.training_shape import checkpoint_bytes, training_shape
 from orchestra.train.build import build_model_and_optimizer

@@ -27,7 +27,7 @@ from orchestra.config.compose import compose
 from orchestra.config.machine import Situation
 from orchestra.run.config_file import write_config
 from orchestra.sizes.flops import num_parameters
-from orchestra.sizes.memory import RankBytes
+from orchestra.sizes.memory.rank_memory import RankBytes
 from orchestra.sizes.topology import layout
 from orchestra.train.dry_build import dry_build, main
 from orchestra.train.memory.out_of_memory import bytes_needed

@@ -14,7 +14,7 @@ from orchestra.plan.case import PlanCase
 from orchestra.plan.pipeline_time import pipeline_time
 from orchestra.plan.predict import predict, step_time
 from orchestra.plan.stage_memory import fullest_stage_bytes
-from orchestra.sizes.memory import layer_of
+from orchestra.sizes.memory.layer_memory import layer_of
 from orchestra.sizes.pipeline_check import PassTimes, check
 from orchestra.sizes.pipeline_schedule import PipelineShape, schedule
 

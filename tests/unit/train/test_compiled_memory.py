@@ -14,7 +14,7 @@ from orchestra.config.compose import compose
 from orchestra.config.machine import Situation
 from orchestra.parallel.mesh import make_mesh
 from orchestra.plan.assemble import case_of
-from orchestra.sizes.memory import kept_in_fp8, layer_of
+from orchestra.sizes.memory.layer_memory import kept_in_fp8, layer_of
 from orchestra.sizes.topology import Layout
 from orchestra.train.build import build_training
 from tests.support.graph_cut import cut_and_run

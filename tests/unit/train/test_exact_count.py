@@ -11,7 +11,7 @@ from orchestra.config.compose import compose
 from orchestra.config.machine import Situation
 from orchestra.config.preset_files import Tree, own_folder
 from orchestra.plan.assemble import case_of
-from orchestra.sizes.memory import RankBytes, rank_bytes
+from orchestra.sizes.memory.rank_memory import RankBytes, rank_bytes
 from orchestra.sizes.training_shape import rank_parameters
 from orchestra.train import dry_build
 from orchestra.train.dry_build import ExactBytes, exact_bytes

@@ -1,0 +1,176 @@
+"""What a step adds to what a rank keeps: its moments, and the largest of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from conf.schema import Family, PipelineSchedule, Recompute
+from orchestra.sizes.activations import peak_bytes
+from orchestra.sizes.flops import (
+    attention_width,
+    feed_forward_width,
+    head_dim,
+    key_value_width,
+    num_dense_layers,
+)
+from orchestra.sizes.memory.layer_memory import (
+    gathered_keys_bytes,
+    in_fp8,
+    kept_in_fp8,
+    layer_of,
+    recomputed_kinds,
+    temporary_bytes,
+)
+from orchestra.sizes.memory.loss_memory import loss_bytes
+from orchestra.sizes.memory.replay_memory import replayed_bytes
+from orchestra.sizes.pipeline_check import HeldState, fewer_micro_batches, held_states
+from orchestra.sizes.pipeline_schedule import splits_backward
+from orchestra.sizes.training_shape import (
+    PipelineStage,
+    RankParameters,
+    TrainingShape,
+    gradient_units,
+    widths,
+)
+
+_FP32 = 4
+# Elements of gradients and moments that AdamW holds in fp32 at a time, on CPU for each thread: they stay in
+# its cache. Multiples of what any kernel takes at once.
+ROUNDED_CPU, ROUNDED_GPU = 1 << 16, 1 << 24
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """What a step adds on the device at its worst moment."""
+
+    activations: float
+    logits: float
+
+
+def step_bytes(shape: TrainingShape, stage: PipelineStage, parts: RankParameters) -> StepBytes:
+    """Return the largest of the moments of a step: the loss, the backward pass of a layer, or what comes when
+    all micro-batches are done. In a pipeline other micro-batches are held besides.
+    """
+    hidden = shape.tokens.count * shape.model.hidden_size * shape.tokens.width_bytes / shape.tokens.outer
+    # The final norm's input and output; the latter gathered for the loss.
+    ends = 2 * hidden * stage.has_head
+    done = 0.0
+    if _is_summed_in_another_type(shape) and stage.num_layers:
+        # All copies together, when the first layer's backward pass ends.
+        whole = parts.of(stage) + parts.experts_of(stage)
+        done = whole * (shape.options.reduce_bytes or 0) + temporary_bytes(shape)
+    done = max(done, _update_bytes(shape, stage, parts) - ends)
+    works = [_work_of(shape, stage, layers, parts) for layers in stage.chunks]
+    if shape.layout.pp == 1:
+        return works[0].at_most(0.0, ends, done)
+    # What arrives is asked for one pass ahead: a message of each kind.
+    ends += 2 * hidden
+    moments = []
+    for state in schedule_states(shape, stage):
+        held = sum(count * work.kept for count, work in zip(state.live, works, strict=True))
+        held += sum(count * work.waiting for count, work in zip(state.waiting, works, strict=True))
+        at_work = _NO_WORK if state.at_work is None else works[state.at_work]
+        moments.append(at_work.at_most(held, ends, done))
+    return max(moments, key=lambda moment: moment.activations + moment.logits)
+
+
+@dataclass(frozen=True)
+class _StageWork:
+    """Bytes of one micro-batch in one stage. `kept`: activations between forward and backward pass.
+    `waiting`: what the gradients of weights need after that of the input. `fewer`: how much less the loss
+    finds kept. `loss`: what it adds. `backward`: activations and all else while gradients are computed.
+    """
+
+    kept: float
+    waiting: float
+    fewer: float
+    loss: float
+    backward: float
+
+    def at_most(self, held: float, ends: float, done: float) -> StepBytes:
+        """Return the larger moment of this work beside what else is held; `done`: what comes after it."""
+        backward = max(self.backward, self.waiting, done - held)
+        if self.kept - self.fewer + self.loss >= backward:
+            return StepBytes(held + self.kept - self.fewer + ends, self.loss)
+        return StepBytes(held + backward + ends, 0.0)
+
+
+_NO_WORK = _StageWork(0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+def _work_of(shape: TrainingShape, stage: PipelineStage, layers: range, parts: RankParameters) -> _StageWork:
+    layer, kinds = layer_of(shape), recomputed_kinds(shape)[layers.start : layers.stop]
+    num_dense = max(0, min(len(kinds), num_dense_layers(shape.model) - layers.start))
+    dense = layer_of(shape, has_experts=False)
+    kept = sum(dense.kept_bytes(kind) * sum(1 for _ in alike) for kind, alike in groupby(kinds[:num_dense]))
+    kept += sum(layer.kept_bytes(kind) * sum(1 for _ in alike) for kind, alike in groupby(kinds[num_dense:]))
+    rounded = shape.layers_in_fp8
+    is_kept = [kind is Recompute.none and layer in rounded for layer, kind in zip(layers, kinds, strict=True)]
+    fewer = kept_in_fp8(shape, has_experts=False) * sum(is_kept[:num_dense])
+    fewer += kept_in_fp8(shape, has_experts=True) * sum(is_kept[num_dense:])
+    replayed = replayed_bytes(shape, stage, parts)
+    working = replace(shape, model=dense.model) if num_dense == len(kinds) else shape
+    temporary = max(temporary_bytes(working), replayed.in_layer, gathered_keys_bytes(shape))
+    backward = peak_bytes(layer, kinds, num_dense) - fewer + temporary + replayed.in_backward
+    has_loss = stage.has_head and layers.stop == shape.model.num_hidden_layers
+    return _StageWork(
+        kept=kept,
+        waiting=_waiting_bytes(shape, layers),
+        fewer=fewer,
+        loss=loss_bytes(shape) + replayed.in_loss if has_loss else 0.0,
+        backward=max(backward, replayed.at_the_end),
+    )
+
+
+def _waiting_bytes(shape: TrainingShape, layers: range) -> float:
+    """Return what the gradients of layers' weights are made of where they are taken later, whatever is
+    recomputed: inputs of products, whole under tensor parallelism, and gradients of their outputs; of
+    products in fp8 as they were rounded, in one byte.
+    """
+    if shape.layout.pp == 1 or not splits_backward(shape.schedule):
+        return 0.0
+    num_fp8 = len(in_fp8(shape, layers))
+    return (num_fp8 + shape.tokens.width_bytes * (len(layers) - num_fp8)) * _waiting_numbers(shape)
+
+
+def _waiting_numbers(shape: TrainingShape) -> float:
+    model, tokens = shape.model, shape.tokens
+    kv = max(key_value_width(model) / tokens.tp, 2 * head_dim(model))
+    inner = (2 if model.family is Family.gpt else 3) * feed_forward_width(model) / tokens.tp
+    split = 2 * attention_width(model) / tokens.tp + kv + inner
+    rows = 2 * model.num_experts_per_tok * model.hidden_size if model.num_experts else 0
+    return tokens.count * (4 * model.hidden_size + split + rows)
+
+
+def schedule_states(shape: TrainingShape, stage: PipelineStage) -> tuple[HeldState, ...]:
+    """Return what a rank of a pipeline holds at its fullest moments."""
+    kind, count = shape.schedule, shape.accumulation
+    if kind is not PipelineSchedule["afab"]:
+        count = fewer_micro_batches(kind, shape.pipeline, count)
+    return held_states(kind, shape.pipeline, count)[stage.index]
+
+
+def _update_bytes(shape: TrainingShape, stage: PipelineStage, parts: RankParameters) -> float:
+    """Return what the update needs, for some elements of a unit at a time: gradients in fp32 where theirs is
+    narrower; moments of two bytes in fp32, with the random bits of their rounding (32 bytes an element of one
+    tensor, as counted).
+    """
+    shards, width = max(1, shape.num_shards) if shape.zero else 1, widths(shape.precision)
+    if shape.options.is_plugged:
+        of_experts = shape.num_expert_shards if shape.zero else 1
+        updated = parts.of(stage) / shards + parts.experts_of(stage) / of_experts
+        return updated * _FP32 if width.gradients < _FP32 else 0.0
+    unit = max(gradient_units(shape, stage, parts, width.gradients)) / shards
+    block = min(unit, ROUNDED_GPU if shape.options.is_gpu else ROUNDED_CPU)
+    update = block * _FP32 if width.gradients < _FP32 else 0.0
+    if shape.options.moment_bytes < _FP32:
+        largest = max(parts.before, parts.after, *parts.of_layer, *parts.of_experts)
+        update += 2 * block * _FP32 + 32 * min(largest, block)
+    return update
+
+
+def _is_summed_in_another_type(shape: TrainingShape) -> bool:
+    reduce, own = shape.options.reduce_bytes, widths(shape.precision).gradients
+    is_whole = shape.zero == 0 or shape.num_shards == 1
+    return is_whole and shape.layout.dp * shape.layout.cp > 1 and reduce is not None and reduce != own
