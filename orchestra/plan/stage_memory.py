@@ -186,12 +186,13 @@ def is_pressed(case: PlanCase, memory: tuple[Memory, ...]) -> bool:
 
 def _of_own_stage(case: PlanCase, stage: PipelineStage) -> Memory:
     own, is_wide = rank_bytes(case, stage), case.precision is PrecisionName.bf16_fp32_grad
+    gradients = own.gradients - own.step.unmade
     framework = case.framework
     is_twice = case.layout.tp > 1 and not framework.computes_on_host
     return Memory(
         parameters=own.parameters,
-        gradients=0.0 if is_wide else own.gradients,
-        accumulation=own.gradients if is_wide else 0.0,
+        gradients=0.0 if is_wide else gradients,
+        accumulation=gradients if is_wide else 0.0,
         masters=own.masters,
         optimizer=own.optimizer,
         activations=own.step.activations * framework.step_share,

@@ -382,6 +382,15 @@ class TrainingShape:
         """Tokens of one optimizer step over all ranks."""
         return self.seq_len * self.micro_batch_size * self.accumulation * self.layout.dp
 
+    @property
+    def makes_gradients_late(self) -> bool:
+        """Whether each gradient is there from the one backward pass of a step to its update only: that of a
+        rank whose parameters no other one has, with nothing kept in another type or on a host.
+        """
+        is_alone = self.layout.dp * self.layout.cp * self.layout.pp == self.accumulation == 1
+        width = widths(self.precision)
+        return is_alone and width.gradients == width.parameters and self.options.offload is Offload.none
+
     @cached_property
     def pipeline(self) -> PipelineShape:
         """Which rank of the pipeline has which stages."""

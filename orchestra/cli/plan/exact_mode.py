@@ -109,7 +109,7 @@ def _counted(config: Config, shape: TrainingShape) -> Mapping[str, int]:
 def _compare(shape: TrainingShape, count: Mapping[str, int]) -> list[Compared]:
     """Return the components of a rank, those that neither side has left out."""
     own = rank_bytes(shape, shape.stages[0])
-    step = own.step.activations + own.step.logits
+    step = own.step.total
     closed = {
         "parameters": own.parameters,
         "gradients": own.gradients,

@@ -128,14 +128,16 @@ def _temporary_bytes_of_mixture(shape: TrainingShape) -> float:
     row = tokens.count * model.num_experts_per_tok * model.hidden_size
     weighing = row * (2 * _FP32 if tokens.width_bytes == _FP32 else 2 * _FP32 + tokens.width_bytes)
     inner = tokens.count * model.num_experts_per_tok * expert_width(model) / tokens.tp
+    stack = math.ceil(model.num_experts / layout.ep) * model.hidden_size * expert_width(model) / tokens.tp
     if shape.precision is PrecisionName.fp8:
         rounding = weighing + (tokens.width_bytes + 1) * inner
         if shape.zero < 3 or shape.num_shards == 1:
             return rounding
-        stack = math.ceil(model.num_experts / layout.ep) * model.hidden_size * expert_width(model) / tokens.tp
         return max(rounding, 3 * stack + 2 * _FP32 * min(stack, FP8_ELEMENTS) + 2 * tokens.width_bytes * row)
-    multiplying = (row + 2 * inner) * tokens.width_bytes if shape.options.is_gpu else row * tokens.width_bytes
-    return max(weighing, multiplying)
+    # A kernel over all experts gives the gradients of a stack of weights in memory of their own; those of the
+    # last product's rows stand where the rows did.
+    multiplying = max(row + 2 * inner, inner + stack) if shape.options.is_gpu else row
+    return max(weighing, multiplying * tokens.width_bytes)
 
 
 def gathered_keys_bytes(shape: TrainingShape) -> float:

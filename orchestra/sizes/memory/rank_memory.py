@@ -70,14 +70,14 @@ class RankBytes:
     @property
     def total(self) -> float:
         """The peak of tensors on the device."""
-        return self.state + self.step.activations + self.step.logits + self.buffers
+        return self.state + self.step.total + self.buffers
 
     @property
     def components(self) -> dict[str, float]:
         """The parts of `total` by the names that people read."""
         return {
             "parameters": self.parameters,
-            "gradients": self.gradients,
+            "gradients": self.gradients - self.step.unmade,
             "master weights": self.masters,
             "optimizer state": self.optimizer,
             "gathered parameters": self.first_buffers,

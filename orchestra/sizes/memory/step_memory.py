@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -42,10 +43,16 @@ ROUNDED_CPU, ROUNDED_GPU = 1 << 16, 1 << 24
 
 @dataclass(frozen=True)
 class StepBytes:
-    """What a step adds on the device at its worst moment."""
+    """What a step adds on the device at its worst moment, and which gradients are not there yet."""
 
     activations: float
     logits: float
+    unmade: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Bytes beside what lasts, all gradients counted with that."""
+        return self.activations + self.logits - self.unmade
 
 
 def step_bytes(shape: TrainingShape, stage: PipelineStage, parts: RankParameters) -> StepBytes:
@@ -61,6 +68,8 @@ def step_bytes(shape: TrainingShape, stage: PipelineStage, parts: RankParameters
         whole = parts.of(stage) + parts.experts_of(stage)
         done = whole * (shape.options.reduce_bytes or 0) + temporary_bytes(shape)
     done = max(done, _update_bytes(shape, stage, parts) - ends)
+    if shape.makes_gradients_late:
+        return max(_moments_alone(shape, parts, ends, done), key=lambda moment: moment.total)
     works = [_work_of(shape, stage, layers, parts) for layers in stage.chunks]
     if shape.layout.pp == 1:
         return works[0].at_most(0.0, ends, done)
@@ -72,7 +81,7 @@ def step_bytes(shape: TrainingShape, stage: PipelineStage, parts: RankParameters
         held += sum(count * work.waiting for count, work in zip(state.waiting, works, strict=True))
         at_work = _NO_WORK if state.at_work is None else works[state.at_work]
         moments.append(at_work.at_most(held, ends, done))
-    return max(moments, key=lambda moment: moment.activations + moment.logits)
+    return max(moments, key=lambda moment: moment.total)
 
 
 @dataclass(frozen=True)
@@ -121,6 +130,34 @@ def _work_of(shape: TrainingShape, stage: PipelineStage, layers: range, parts: R
         loss=loss_bytes(shape) + replayed.in_loss if has_loss else 0.0,
         backward=max(backward, replayed.at_the_end),
     )
+
+
+def _moments_alone(
+    shape: TrainingShape, parts: RankParameters, ends: float, done: float
+) -> Iterator[StepBytes]:
+    """Yield the moments of a step whose gradients are made in its one backward pass: the update; each layer,
+    at the gradients of its feed-forward and where its own are all there; and the loss, which makes the output
+    matrix'. That gradients are made in units, of more than one matrix, is left out.
+    """
+    width, num_dense = widths(shape.precision).gradients, num_dense_layers(shape.model)
+    yield StepBytes(done + ends, 0.0)
+    held, below = 0.0, 0.0 if shape.model.tie_word_embeddings else 1.0 * parts.before
+    for number, kind in enumerate(recomputed_kinds(shape)):
+        is_mixture = bool(parts.of_experts) and number >= num_dense
+        tensors = parts.of_layer if is_mixture or not parts.of_dense else parts.of_dense
+        experts = sum(parts.of_experts) if is_mixture else 0
+        own = sum(tensors) + experts
+        layer = layer_of(shape, has_experts=is_mixture)
+        temporary = max(temporary_bytes(replace(shape, model=layer.model)), gathered_keys_bytes(shape))
+        is_fp8 = kind is Recompute.none and number in shape.layers_in_fp8
+        fewer = kept_in_fp8(shape, has_experts=is_mixture) if is_fp8 else 0.0
+        at_work = held + layer.kept_bytes(Recompute.none) - fewer + temporary
+        # A feed-forward's last product has its gradient then, of a mixture all have.
+        yield StepBytes(at_work + ends, 0.0, (below + own - (experts or max(tensors))) * width)
+        yield StepBytes(held + temporary + ends, 0.0, below * width)
+        below += own
+        held += layer.kept_bytes(kind) - fewer
+    yield StepBytes(held + ends, loss_bytes(shape), below * width)
 
 
 def _waiting_bytes(shape: TrainingShape, layers: range) -> float:

@@ -34,11 +34,11 @@ def config_of(*overrides: str) -> Config:
     return compose(everything, Situation("plan", num_gpus=RANKS)).config
 
 
-def both(*overrides: str, as_gpu: bool = True) -> tuple[RankBytes, ExactBytes]:
-    config = config_of(*overrides)
+def both(*overrides: str, as_gpu: bool = True, ranks: int = RANKS) -> tuple[RankBytes, ExactBytes]:
+    config = config_of(*overrides, f"cluster.gpus_per_node={ranks}")
     case = case_of(config)
     case = replace(case, options=replace(case.options, is_gpu=as_gpu))
-    return rank_bytes(case, case.stages[0]), exact_bytes(config, RANKS, as_gpu=as_gpu)
+    return rank_bytes(case, case.stages[0]), exact_bytes(config, ranks, as_gpu=as_gpu)
 
 
 def assert_alike(own: RankBytes, counted: ExactBytes) -> None:
@@ -55,7 +55,7 @@ def assert_alike(own: RankBytes, counted: ExactBytes) -> None:
     for name, (closed, found) in pairs.items():
         assert closed == pytest.approx(found, rel=0.01), name
     states = own.parameters + own.gradients + own.masters + own.optimizer
-    peak = states + own.step.activations + own.step.logits + own.buffers
+    peak = states + own.step.total + own.buffers
     assert peak == pytest.approx(counted.peak, rel=0.02)
 
 
@@ -223,6 +223,33 @@ def test_a_second_step_without_one_is_what_a_second_one_takes(monkeypatch: pytes
         with monkeypatch.context() as patched:
             patched.setattr(dry_build, "_repeats_itself", lambda _: False)
             assert exact_bytes(config, ranks, as_gpu=True) == derived
+
+
+# One micro-batch is a whole step; larger matrices than the units that gradients are made in.
+ALONE = ("train.seq_len=2048", "train.micro_batch_size=1", "train.global_batch_size=1", "precision=bf16")
+
+
+@pytest.mark.parametrize(
+    ("model", "choice", "ranks"),
+    [
+        (LAYERS, (), 1),
+        (LAYERS, ("train.recompute=full",), 1),
+        # Gradients are more than what is kept: the most is at the update.
+        (WORDS, ("model.tie_word_embeddings=false", "train.seq_len=512"), 1),
+        (LAYERS, ("parallelism=tp2",), 2),
+        (QWEN3_MOE, ("model.num_experts=128",), 1),
+    ],
+    ids=["dense", "recomputed", "words", "tp", "mixture"],
+)
+def test_gradients_of_one_micro_batch_are_not_there_before_its_backward_pass(
+    model: tuple[str, ...], choice: tuple[str, ...], ranks: int
+) -> None:
+    own, counted = both(*model, *ALONE, *choice, ranks=ranks)
+    assert_alike(own, counted)
+    # With a second one they are.
+    both_there, counted_both = both(*model, *ALONE, *choice, "train.global_batch_size=2", ranks=ranks)
+    assert_alike(both_there, counted_both)
+    assert counted_both.peak > 1.005 * counted.peak
 
 
 @pytest.mark.slow
