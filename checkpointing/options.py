@@ -23,9 +23,10 @@ class Options:
 
     `generation` numbers the attempt that writes, `layout` is written down as it is. `score_of`: what
     `keep_best` compares. `when_busy`: `skip` or `wait`; `restore`: `broadcast`, `rank0` or `direct`;
-    `limit_s` bounds every wait of a save or restore. `staging_dir`: a folder of this machine where each
-    rank's save is put together in a file without a name; None: in host memory. `restore_patience_s`: how long
-    a restore waits for a storage that does not answer.
+    `replaces`: of two saves of a step, by whichever attempt, the older one goes. `limit_s` bounds every wait
+    of a save or restore. `staging_dir`: a folder of this machine where each rank's save is put together in a
+    file without a name; None: in host memory. `restore_patience_s`: how long a restore waits for a storage
+    that does not answer.
     """
 
     generation: int = 0
@@ -38,18 +39,21 @@ class Options:
     limit_s: float = 600.0
     staging_dir: str | None = None
     score_of: str | None = None
+    replaces: bool = False
     restore_patience_s: float = 300.0
 
 
 @dataclass(frozen=True)
 class Needs:
     """Bytes that saving takes: the whole checkpoint on storage, this rank's staging buffer;
-    and what is free on storage, None where it does not tell.
+    what is free on storage, None where it does not tell; and where that is too little, what older
+    checkpoints take that a save without room removes first.
     """
 
     checkpoint_bytes: int
     staging_bytes: int
     free_storage_bytes: int | None
+    removable_bytes: int = 0
 
 
 def no_event(_name: str, _evidence: Mapping[str, Any]) -> None:

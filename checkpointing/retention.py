@@ -45,13 +45,14 @@ class RetentionPolicy:
     `keep_best` with the lowest scores.
 
     `score_of`: the name of what is compared. A state that has another one as its "score_of" has no score;
-    None, there or here: all scores are of one thing.
+    None, there or here: all scores are of one thing. `replaces`: of two of a step the older one goes.
     """
 
     keep_last: int = 3
     keep_every_steps: int | None = None
     keep_best: int = 0
     score_of: str | None = None
+    replaces: bool = False
 
 
 def to_remove(checkpoints: Sequence[CommittedCheckpoint], policy: RetentionPolicy) -> list[int]:
@@ -92,7 +93,7 @@ def prune(
     `known` holds what is known of the line's checkpoints already, so that many that are kept for good are not
     read again after every save; whoever writes one anew takes it out. What lies in `fallback`, the run's
     second place, counts and goes like the rest; where that does not answer, its StorageError is raised when
-    the rest is done.
+    the rest is done. So is that of a checkpoint that cannot be looked at, which stays and counts for no rule.
     """
     storages = [storage] if fallback is None else [storage, fallback]
     known = {} if known is None else known
@@ -101,11 +102,14 @@ def prune(
     on, off = split(found, judged_by)
     for checkpoint in on:
         if checkpoint.step not in known:
-            known[checkpoint.step] = _as_kept(storages[checkpoint.place], checkpoint, policy.score_of)
-    there = [known[checkpoint.step] for checkpoint in on]
+            try:
+                known[checkpoint.step] = _as_kept(storages[checkpoint.place], checkpoint, policy.score_of)
+            except StorageError as error:
+                failure = error
+    there = [known[checkpoint.step] for checkpoint in on if checkpoint.step in known]
     policy_says = set(to_remove(there, policy) if upcoming is None else _outdated(there, upcoming, policy))
     leaving = [checkpoint for checkpoint in on if checkpoint.step in policy_says]
-    late = [each.checkpoint for each in off if each.is_late]
+    late = [each.checkpoint for each in off if each.is_late or (policy.replaces and each.departure is None)]
     removed = []
     for checkpoint in (*leaving, *late):
         place = storages[checkpoint.place]
@@ -117,6 +121,17 @@ def prune(
     if failure is not None:
         raise failure
     return sorted(removed)
+
+
+def removable_bytes(storage: Storage, policy: RetentionPolicy, lineage: Lineage) -> int:
+    """Return what `prune` would free for a step after all others that has no room. Raises StorageError."""
+    on, _ = split(stored(storage), lineage)
+    there = [_as_kept(storage, checkpoint, policy.score_of) for checkpoint in on]
+    upcoming = max((checkpoint.step for checkpoint in on), default=0) + 1
+    leaving = set(_outdated(there, upcoming, policy))
+    return sum(
+        sum(storage.sizes(checkpoint.folder).values()) for checkpoint in on if checkpoint.step in leaving
+    )
 
 
 def _stored(storages: Sequence[Storage]) -> tuple[list[StoredCheckpoint], StorageError | None]:

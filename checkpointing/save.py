@@ -8,8 +8,10 @@ save is new.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
+import json
 import mmap
 import os
 import threading
@@ -239,11 +241,22 @@ class Saver:
                 # What cannot be removed now is removed later.
                 self._quietly(partial(catalog.remove_leftovers, storage, self._options.generation))
         self._agree(shards)
-        return Needs(
-            checkpoint_bytes=sum(piece.num_bytes for pieces in self._plan for piece in pieces),
-            staging_bytes=staging_bytes(self._images),
-            free_storage_bytes=self._storage.free_bytes(),
-        )
+        needed = sum(piece.num_bytes for pieces in self._plan for piece in pieces)
+        topic = self._peers.unused("room")
+        if self._peers.is_coordinator:
+            self._peers.answer(topic, self._room_for(needed))
+        free, removable = self._peers.await_answer(topic)
+        return Needs(needed, staging_bytes(self._images), free, removable)
+
+    def _room_for(self, num_bytes: int) -> tuple[int | None, int]:
+        """Return what is free on storage, None where it does not tell; and where that is not enough, what
+        older checkpoints that a save may remove first take.
+        """
+        free, removable = self._storage.free_bytes(), 0
+        if free is not None and num_bytes > free:
+            with contextlib.suppress(CheckpointError, OSError):
+                removable = retention.removable_bytes(self._storage, self._policy, self._lineage())
+        return free, removable
 
     def _agree(self, shards: Sequence[Shard]) -> None:
         held = declaration(shard.piece for shard in shards)
@@ -327,9 +340,9 @@ class Saver:
         `in_fallback`: in the second place, which must have been given, whatever the save before does. Else it
         returns False where that is still under way and `when_busy` is skip, or has not ended in `limit_s`.
         Never raises for a failing storage: the event `checkpoint_failed` tells, on every rank, and the next
-        save tries again.
+        save tries again. Raises MismatchError where the state cannot be written as it is.
         """
-        began = time.monotonic()
+        began, content = time.monotonic(), _content(state)
         if self._is_plan_old:
             self._agree(shards)
             self._is_plan_old = False
@@ -345,7 +358,7 @@ class Saver:
             error = str(false)
         storage = self._places[int(in_fallback)]
         draft = catalog.draft(storage, step, self._options.generation, index)
-        save = _Save(index, step, dict(state), storage, draft, began, self._plan, error=error)
+        save = _Save(index, step, content, storage, draft, began, self._plan, error=error)
         if error is None:
             # Else the memory may still belong to the save before.
             self._stage(save, shards, is_stuck=in_fallback and self._is_stuck(step))
@@ -376,6 +389,13 @@ class Saver:
             raise SaveFailedError(
                 save.step, {int(rank): why for rank, why in save.verdict["reasons"].items()}
             )
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether this rank is still at work on a save."""
+        return (
+            self._current is not None and self._current.thread is not None and self._current.thread.is_alive()
+        )
 
     def distrust(self, steps: Iterable[int]) -> None:
         """Count these checkpoints for damaged from now on, whatever their files' sizes say."""
@@ -591,14 +611,21 @@ class Saver:
         self._at_phase("before_prune", save.step)
         self._prune(save)
 
-    def _prune(self, save: _Save, upcoming: int | None = None) -> None:
+    @property
+    def _policy(self) -> retention.RetentionPolicy:
         options = self._options
-        policy = retention.RetentionPolicy(
-            options.keep_last, options.keep_every_steps, options.keep_best, options.score_of
+        return retention.RetentionPolicy(
+            options.keep_last,
+            options.keep_every_steps,
+            options.keep_best,
+            options.score_of,
+            options.replaces,
         )
+
+    def _prune(self, save: _Save, upcoming: int | None = None) -> None:
         self._known.pop(save.step, None)
         fallback = self._look_into_fallback() if self._is_fallback_used else None
-        removed = retention.prune(self._storage, policy, self._lineage, self._known, upcoming, fallback)
+        removed = retention.prune(self._storage, self._policy, self._lineage, self._known, upcoming, fallback)
         if upcoming is not None and removed:
             self._on_event("checkpoint_room_made", {"step": upcoming, "removed": removed})
 
@@ -608,6 +635,28 @@ class Saver:
             act()
         except (CheckpointError, OSError) as error:
             self._on_event("checkpoint_cleanup_failed", {"message": str(error)})
+
+
+def _content(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a state, which may change before it is written. Raises MismatchError."""
+    key = _other_key(state)
+    if key is not None:
+        raise MismatchError(f"the state has the key {key!r}; JSON's keys are text")
+    try:
+        content: dict[str, Any] = json.loads(json.dumps(dict(state), allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise MismatchError(f"the state is not JSON: {error}") from error
+    return content
+
+
+def _other_key(values: object) -> object | None:
+    """Return a key that is no text, which JSON would make one; None where there is none."""
+    if isinstance(values, Mapping):
+        other = next((key for key in values if not isinstance(key, str)), None)
+        return other if other is not None else _other_key(list(values.values()))
+    if isinstance(values, list | tuple):
+        return next((key for key in map(_other_key, values) if key is not None), None)
+    return None
 
 
 def _is_full(error: BaseException | None) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 
 from checkpointing.checkpoint_errors import DamagedError, MismatchError
 from checkpointing.dcp.dcp_folder import DcpFolder
+from checkpointing.torch_state.loop_values import encoded
 from checkpointing.torch_state.named_tensors import HOW, plain_name
 
 _GROUPS = re.compile(r"((?:.*?\.)?)param_groups\.")
@@ -156,10 +157,7 @@ def _plain(folder: DcpFolder, name: str) -> Any:
         raise MismatchError(f"{name} is a tensor of {list(tensor.shape)}, expected a value")
     else:
         value = folder.value(name)
-    try:
-        return json.loads(json.dumps(value, allow_nan=False))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise MismatchError(f"{name} is a {type(value).__name__} that is no JSON: {error}") from error
+    return encoded(value, f"{name} ({type(value).__name__})")
 
 
 def _model_prefix(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from checkpointing import catalog
-from checkpointing.checkpoint_errors import CheckpointError, MismatchError
+from checkpointing.checkpoint_errors import CheckpointError, MismatchError, SaveFailedError
 from checkpointing.checkpointer import Checkpointer
 from checkpointing.manifest import Manifest
 from checkpointing.options import Options
@@ -24,6 +23,7 @@ from checkpointing.peers import Peers
 from checkpointing.plans import TensorPiece
 from checkpointing.shards import Shard
 from checkpointing.storage import open_storage
+from checkpointing.torch_state.loop_values import decoded, encoded
 from checkpointing.torch_state.meeting import default_group, meet, part
 from checkpointing.torch_state.named_tensors import NamedState
 
@@ -52,36 +52,54 @@ class LoopCheckpointer:
         device = next((each.device for each in model.parameters()), torch.device("cpu"))
         self._state = NamedState(model, optimizer)
         self._peers = meet(group, device, options.limit_s)
-        self._pieces: list[TensorPiece] = []
+        self._pieces: list[TensorPiece] | None = None
+        # Whether the last save's failure has been raised: it is over then.
+        self._is_told = False
         options = replace(
             options,
             generation=_next_generation(path, self._peers),
+            # A loop that goes back saves steps anew.
+            replaces=True,
             layout={"world_size": self._peers.world_size, **options.layout},
         )
+        self._when_busy = options.when_busy
         self._checkpointer = Checkpointer(path, self._peers, options, group=group)
 
     def save(self, step: int, extra: Mapping[str, Any] | None = None, *, wait: bool = True) -> bool:
         """Save the state after `step`; returns when it is committed, with `wait=False` when it is copied.
 
-        Returns False where it was skipped (`when_busy`: skip). Raises SaveFailedError where it, or one that
-        was not waited for before, was not committed; MismatchError where the state cannot be described.
+        Returns False where it was skipped (`when_busy`: skip). Raises SaveFailedError where it was not
+        committed, or the one before that was not waited for: then nothing is saved, and the next call tries
+        again. Raises MismatchError where the state cannot be described.
         """
         shards = self._state.saved(is_first=self._peers.is_coordinator)
-        document = {"optimizer": self._state.optimizer_document(), "extra": _json(extra)}
+        document = {"optimizer": self._state.optimizer_document(), "extra": encoded(dict(extra or {}))}
         pieces = [shard.piece for shard in shards]
-        if pieces != self._pieces:
-            # The first time, and once the optimizer has got its state.
-            self._checkpointer.wait()
+        # All together, or none: some rank's part may have changed, the first time and once the optimizer has
+        # its state; and of a save that is over all ranks must learn what became of it.
+        has_changed = pieces != self._pieces
+        words = self._peers.exchange(self._peers.unused("save"), [has_changed, self._checkpointer.is_busy])
+        if any(changed for changed, _ in words):
+            self.wait()
             self._prepare(shards)
             self._pieces = pieces
+        elif self._when_busy == "wait" or not words[0][1]:
+            self.wait()
         is_taken = self._checkpointer.save(step, shards, document)
+        self._is_told &= not is_taken
         if wait:
-            self._checkpointer.wait()
+            self.wait()
         return is_taken
 
     def wait(self) -> None:
-        """Wait until the save under way is committed. Raises SaveFailedError."""
-        self._checkpointer.wait()
+        """Wait until the save under way is committed. Raises SaveFailedError, once for each."""
+        if self._is_told:
+            return
+        try:
+            self._checkpointer.wait()
+        except SaveFailedError:
+            self._is_told = True
+            raise
 
     def restore(self, extra: dict[str, Any] | None = None) -> int | None:
         """Fill model and optimizer from the newest intact checkpoint, update `extra` with what was saved as
@@ -105,13 +123,13 @@ class LoopCheckpointer:
             for step, reason in restored.skipped:
                 _log.warning("the checkpoint of step %d was skipped: %s", step, reason)
         if extra is not None:
-            extra.update(restored.state.get("extra") or {})
+            extra.update(decoded(restored.state.get("extra") or {}))
         return restored.step
 
     def close(self) -> None:
-        """Wait for the last save, and part. Raises SaveFailedError."""
+        """Wait for the last save, and part. Raises SaveFailedError where that has not been raised."""
         try:
-            self._checkpointer.wait()
+            self.wait()
         finally:
             part(self._peers)
 
@@ -154,12 +172,3 @@ def _next_generation(path: str, peers: Peers) -> int:
         part(peers)
         raise CheckpointError(answer["failed"])
     return int(answer["is"])
-
-
-def _json(extra: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a loop's own values as JSON gives them back. Raises MismatchError."""
-    try:
-        content: dict[str, Any] = json.loads(json.dumps(dict(extra or {}), allow_nan=False))
-    except (TypeError, ValueError) as error:
-        raise MismatchError(f"extra is not JSON: {error}; put tensors into buffers of the model") from error
-    return content

@@ -44,9 +44,7 @@ def meet(group: dist.ProcessGroup | None, device: torch.device, limit_s: float) 
     if rank == 0:
         try:
             store = TCPStore("localhost", 0, None, True, timeout, wait_for_workers=False)
-            # Where it is set, it is an address of rank 0's machine that the others have reached already.
-            host = os.environ.get("MASTER_ADDR") or socket.gethostname()
-            word = {"host": host, "port": str(store.port), "key": secrets.token_hex(32)}
+            word = {"host": _own_address(group), "port": str(store.port), "key": secrets.token_hex(32)}
         except (RuntimeError, OSError) as error:
             word = {"error": str(error)[: _ADDRESS_BYTES // 4]}
     word = _told(word, group, device)
@@ -61,6 +59,19 @@ def meet(group: dist.ProcessGroup | None, device: torch.device, limit_s: float) 
                 "MASTER_ADDR on rank 0 to an address of its machine that all reach"
             ) from error
     return Peers(rank, dist.get_world_size(group), store, limit_s, bytes.fromhex(word["key"]))
+
+
+def _own_address(group: dist.ProcessGroup) -> str:
+    """Return an address of this machine, that of the group's first rank, for the others."""
+    master = os.environ.get("MASTER_ADDR")
+    if master is None or dist.get_global_rank(group, 0) == 0:
+        # Where it is set, it is an address of global rank 0's machine that the others have reached already.
+        return master or socket.gethostname()
+    # The one from which that machine is reached; nothing is sent.
+    family, kind, _, _, address = socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as towards:
+        towards.connect(address)
+        return str(towards.getsockname()[0])
 
 
 def part(peers: Peers) -> None:

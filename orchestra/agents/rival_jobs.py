@@ -188,19 +188,20 @@ def _settled_job(job: str) -> OwnJob | None:
 
 
 def _grows(run: RunDir, quiet_s: float) -> bool:
-    """Watch the files that an attempt writes; tell whether one of them grew."""
-    before = _sizes(run)
+    """Watch the files that an attempt writes; tell whether one of them grew or was written anew."""
+    before = _states(run)
     deadline = time.monotonic() + quiet_s
     while time.monotonic() < deadline:
         time.sleep(min(_POLL_S, quiet_s))
-        if _sizes(run) != before:
+        if _states(run) != before:
             return True
     return False
 
 
-def _sizes(run: RunDir) -> dict[Path, int]:
-    sizes = {}
+def _states(run: RunDir) -> dict[Path, tuple[int, int]]:
+    states = {}
     for file in attempt_files(run):
         with contextlib.suppress(OSError):
-            sizes[file] = file.stat().st_size
-    return sizes
+            found = file.stat()
+            states[file] = (found.st_size, found.st_mtime_ns)
+    return states

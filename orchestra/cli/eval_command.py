@@ -18,6 +18,7 @@ from orchestra.config.machine import Situation, absolute, data_parallel
 from orchestra.config.rules.eval_rules import rule_eval_data
 from orchestra.data.held_out import HELD_OUT, held_out_data
 from orchestra.errors import EXIT_DONE, ConfigError
+from orchestra.report.run_state import name_of
 
 _EXPLAINED = """\
 Without --data the sources are the run's (eval.data), and the numbers those of its training:
@@ -64,7 +65,7 @@ def run(arguments: Namespace) -> int:
         "dp": data_parallel(config) or 1,
     }
     step, found = ask(place, arguments.step, "eval", request)
-    record = {"run": place.run.name, "step": step, **found}
+    record = {"run": name_of(place.run), "step": step, **found}
     print(json.dumps(record) if arguments.json else "\n".join(_lines(record)))
     return EXIT_DONE
 
@@ -72,8 +73,12 @@ def run(arguments: Namespace) -> int:
 def _with_data(config: Config, given: list[str] | None) -> Config:
     """Return the configuration with what --data says, checked as a run's would be."""
     if given:
-        pairs = (text.partition("=") if "=" in text else (HELD_OUT, "=", text) for text in given)
+        pairs = [text.partition("=") if "=" in text else (HELD_OUT, "=", text) for text in given]
         named: dict[str, Any] = {name: {"path": absolute(path)} for name, _, path in pairs}
+        if len(named) < len(pairs):
+            names = [name for name, _, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ConfigError(f"--data: two sources are called {twice}; name each: --data NAME=PREFIX")
         config = replace(config, eval=replace(config.eval, data=named))
     problems = list(rule_eval_data(config, Situation("run")))
     if not problems and not held_out_data(config):

@@ -14,6 +14,7 @@ from orchestra.data.token_files import TokenIndex, index_of, local_prefix, token
 from orchestra.data.tokenizer import BYTES, ByteTokenizer, HuggingFaceTokenizer, Tokenizer
 from orchestra.errors import EXIT_DONE, ConfigError, DataError
 from orchestra.plugins import is_plugin
+from orchestra.report.run_state import name_of
 
 _MOST = 2**62
 _EXPLAINED = """\
@@ -93,7 +94,7 @@ def run(arguments: Namespace) -> int:
     step, found = ask(place, arguments.step, "generate", request)
     text = tokenizer.decode(found["tokens"])
     if arguments.json:
-        facts = {"run": place.run.name, "step": step, "prompt": arguments.text, "text": text}
+        facts = {"run": name_of(place.run), "step": step, "prompt": arguments.text, "text": text}
         print(json.dumps({**facts, **found}))
     else:
         print(arguments.text + text)
@@ -103,7 +104,7 @@ def run(arguments: Namespace) -> int:
 def tokenizer_of(data: DataConfig, given: str | None) -> Tokenizer:
     """Return the tokenizer of a run's data: `given`, or beside the token file. Raises ConfigError."""
     if data.source == Source.stdlib:
-        return ByteTokenizer()
+        return _of_bytes(given)
     if is_plugin(data.source):
         raise ConfigError(
             f"data.source={data.source} gives tokens, and says nothing of the text that they stand for: "
@@ -115,7 +116,7 @@ def tokenizer_of(data: DataConfig, given: str | None) -> Tokenizer:
     except (DataError, OSError) as error:
         raise ConfigError(f"the tokenizer is not known: {error}") from error
     if index.tokenizer == BYTES:
-        return ByteTokenizer()
+        return _of_bytes(given)
     file = Path(given).expanduser() if given else _beside(path, index)
     if file is not None and file.is_dir():
         file /= "tokenizer.json"
@@ -131,6 +132,12 @@ def tokenizer_of(data: DataConfig, given: str | None) -> Tokenizer:
             f"{index.tokenizer_sha256[:16]}; give the one that packed it with --tokenizer FILE"
         )
     return tokenizer
+
+
+def _of_bytes(given: str | None) -> ByteTokenizer:
+    if given is not None:
+        raise ConfigError(f"--tokenizer {given}: the run reads bytes, which need no tokenizer; leave it out")
+    return ByteTokenizer()
 
 
 def _beside(path: str, index: TokenIndex) -> Path | None:

@@ -135,7 +135,9 @@ def wrong_type(key: Key, name: str, value: Any) -> str:
     hint = _without_none(key.type)
     if hint is int and isinstance(value, float) and value.is_integer():
         return f"{found}: expected a whole number without a point or exponent; write {int(value)}"
-    return f"{found}: found {_kind(value)}, {_expected(key)}"
+    is_list = isinstance(value, list) and value and typing.get_origin(hint) is list
+    what = f"a list that begins with {_kind(value[0])}" if is_list else _kind(value)
+    return f"{found}: found {what}, {_expected(key)}"
 
 
 def empty(key: Key, name: str) -> str:
@@ -195,6 +197,9 @@ def _example(key: Key, hint: Any) -> str:
     if isinstance(hint, type) and issubclass(hint, Enum):
         return f"{key.name}={next(iter(hint)).name}"
     if typing.get_origin(hint) is list:
+        (inner,) = typing.get_args(hint)
+        if dataclasses.is_dataclass(inner):
+            return f"{key.name}=[{{{dataclasses.fields(inner)[0].name}: …}}]"
         return f"{key.name}=[]"
     return f"{key.name}={'{}' if typing.get_origin(hint) is dict else _EXAMPLES.get(hint, '1')}"
 

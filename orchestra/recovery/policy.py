@@ -203,7 +203,9 @@ def time_limit_too_short(case: RecoveryCase) -> Decision | None:
 
 
 def never_any_progress(case: RecoveryCase) -> Decision | None:
-    if sum(not is_charged(incident) for incident in case.row) < MOST_NOT_CHARGED:
+    # To be preempted is nobody's fault, however often.
+    free = [each for each in case.row if not is_charged(each) and each.kind is not Kind.preempted]
+    if len(free) < MOST_NOT_CHARGED:
         return None
     reason = f"{len(case.row)} attempts in a row kept no step beyond {case.now.committed}"
     return Decision(Action.give_up, EXIT_FAILED, reason)

@@ -121,16 +121,18 @@ def read_run(run: RunDir, now: float) -> ScannedRun:
 def _as_it_ran(config: Config, run: RunDir) -> tuple[Config, float]:
     """Return the configuration with what its last attempt found for `auto`, and when that began."""
     starts = [
-        event for event in read_events(run, ("attempt_started",)) if is_whole(event.get("ranks_per_node"))
+        event
+        for event in read_events(run, ("attempt_started",))
+        if is_whole(event.get("ranks_per_node")) and event["ranks_per_node"] > 0
     ]
     if not starts:
         return config, 0.0
     last = max(starts, key=lambda event: float(event["time"]))
     cluster = replace(config.cluster, gpus_per_node=last["ranks_per_node"])
-    if is_whole(last.get("nodes")):
+    if is_whole(last.get("nodes")) and last["nodes"] > 0:
         cluster = replace(cluster, nodes=last["nodes"])
     train = config.train
-    if is_whole(last.get("micro_batch_size")):
+    if is_whole(last.get("micro_batch_size")) and last["micro_batch_size"] > 0:
         train = replace(train, micro_batch_size=last["micro_batch_size"])
     return replace(config, cluster=cluster, train=train), float(last["time"])
 

@@ -533,7 +533,9 @@ def read_ending(
         goes_on = verdict.code in (EXIT_STOPPED, EXIT_INTERRUPTED) and is_requeued
         return (RunPhase.queued if goes_on else verdict.state), verdict
     if not is_of_this_host(attempt.start):
-        is_silent = now - _last_written([run.metrics, *_own_event_files(run)]) >= _SILENCE_S
+        # A step may take longer than that, but its node's agent says every few seconds that it lives.
+        written = [run.metrics, *_own_event_files(run), *_heartbeats(run)]
+        is_silent = now - _last_written(written) >= _SILENCE_S
         return (RunPhase.unknown if is_silent else RunPhase.running), None
     if leader_lives(attempt.start):
         return RunPhase.running, None
@@ -582,7 +584,11 @@ def _may_still_start(record: Record) -> bool:
 
 def attempt_files(run: RunDir) -> list[Path]:
     """Return the files that an attempt writes while it lives; those of commands about the run left out."""
-    return [run.metrics, *_own_event_files(run), *run.logs.glob("attempt-*/*.log")]
+    return [run.metrics, *_own_event_files(run), *_heartbeats(run), *run.logs.glob("attempt-*/*.log")]
+
+
+def _heartbeats(run: RunDir) -> list[Path]:
+    return [*run.heartbeats.glob("node-*.json")]
 
 
 def _own_event_files(run: RunDir) -> list[Path]:

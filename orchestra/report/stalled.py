@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from orchestra.recovery.collectives import FlightRecord, parsed, stalled_collectives
+from orchestra.run.events import is_whole
 from orchestra.run.files import Record
 from orchestra.run.paths import RunDir
 
@@ -23,6 +24,8 @@ def stalled_words(run: RunDir, events: Sequence[Record]) -> tuple[int, list[str]
         event["attempt"]: int(event.get("nodes", 0)) * int(event.get("ranks_per_node", 0))
         for event in events
         if event["event"] == "attempt_started"
+        and is_whole(event.get("nodes", 0))
+        and is_whole(event.get("ranks_per_node", 0))
     }
     hung = {event["attempt"] for event in events if event["event"] == "hang_detected"}
     failed = {event["attempt"] for event in events if event["event"] == "rank_failed"}

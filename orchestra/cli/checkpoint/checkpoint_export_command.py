@@ -101,7 +101,7 @@ def run(arguments: Namespace) -> int:
     with explained():
         step, plan = _first_intact(place, arguments.step, wanted, is_dry_run=arguments.dry_run)
     record = {
-        "run": place.run.name,
+        "run": name_of(place.run),
         "step": step,
         "folder": str(wanted.target),
         "dtype": arguments.dtype,

@@ -133,6 +133,9 @@ def summary_lines(run: RunDir, summary: Summary, verdict: Verdict) -> list[str]:
     lines = ["", f"{verdict.state} after {step} of {summary.steps} steps, {figures.duration(summary.wall_s)}"]
     if verdict.code == EXIT_STOPPED:
         lines.append(f"reason  {verdict.message}")
+    if summary.num_skipped:
+        steps = figures.number_of(summary.num_skipped, "step")
+        lines.append(f"skipped {steps}, whose loss or gradient was not finite")
     if summary.first_loss is not None:
         lines.append(
             f"loss    {figures.loss(summary.first_loss)} → {figures.loss(summary.last_loss)} nats per token"

@@ -164,6 +164,7 @@ class Progress:
             steps=self.steps,
             first_loss=losses[0] if losses else None,
             last_loss=losses[-1] if losses else None,
+            num_skipped=self.last.get("nonfinite_steps") or 0,
             train=train_losses(self.last),
             eval=self.held_out,
             tokens=self.last.get("tokens"),
@@ -183,6 +184,8 @@ class Summary:
     steps: int
     first_loss: float | None
     last_loss: float | None
+    # Steps without an update since the run began: their loss or gradient was not finite.
+    num_skipped: int
     # The training losses of a blend's parts in the last row, and the newest held-out losses by source.
     train: Mapping[str, float]
     eval: Mapping[str, float]

@@ -132,8 +132,10 @@ def _protocol_problems(named: str, protocol: str) -> Iterator[str]:
 
 
 def rule_checkpoint_space(config: Config, situation: Situation) -> Iterator[str]:
-    """The storage must hold one checkpoint; remote storage is not asked."""
-    if not situation.starts_here or not _saves(config):
+    """The storage must hold one checkpoint; remote storage is not asked. What a run that goes on removes
+    first is known to itself alone.
+    """
+    if not situation.starts_here or situation.verb == "resume" or not _saves(config):
         return
     name = "run.dir" if config.checkpoint.dir is None else "checkpoint.dir"
     place = config.checkpoint.dir or config.run.dir

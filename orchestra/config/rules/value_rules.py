@@ -329,6 +329,11 @@ def rule_profile(config: Config, _: Situation) -> Iterator[str]:
     profile, steps = config.train.profile, config.train.steps
     if len(profile.steps) != 2:
         yield f"train.profile.steps={shown(profile.steps)} is not a first and a last step; use e.g. [5,7]"
+    elif profile.enabled and profile.steps[0] > profile.steps[1]:
+        yield (
+            f"train.profile.steps={shown(profile.steps)}: the first step comes after the last; use "
+            f"[{profile.steps[1]},{profile.steps[0]}]"
+        )
     elif profile.enabled and not 1 <= profile.steps[0] <= profile.steps[1] <= steps:
         first, last = max(1, min(profile.steps[0], steps)), max(1, min(profile.steps[1], steps))
         yield (

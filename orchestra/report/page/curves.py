@@ -90,11 +90,11 @@ def curves(rows: Sequence[Record], flops_per_token: int | None, began: float | N
 
 def void_curve(all_rows: Iterable[Record], counted: Iterable[Record]) -> Record:
     """Return step and loss of the rows that a roll-back or a restart made void, in the order of the file."""
-    counting = {(row["step"], row.get("time")) for row in counted}
+    counting = {(row["step"], str(row.get("time"))) for row in counted}
     void = [
         row
         for row in all_rows
-        if is_number(row.get("step")) and (row["step"], row.get("time")) not in counting
+        if is_number(row.get("step")) and (row["step"], str(row.get("time"))) not in counting
     ]
     shown = thinned(void, MOST_ROWS // 4)
     return {

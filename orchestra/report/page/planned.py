@@ -23,7 +23,7 @@ def resolved(config: Config, starts: Sequence[Mapping[str, Any]]) -> Config:
     """Return the configuration with nodes and ranks as the newest attempt had them, where it says so."""
     start = starts[-1] if starts else {}
     ranks, nodes = start.get("ranks_per_node"), start.get("nodes")
-    if not is_whole(ranks) or not is_whole(nodes):
+    if not is_whole(ranks) or not is_whole(nodes) or ranks < 1 or nodes < 1:
         return config
     return replace(config, cluster=replace(config.cluster, gpus_per_node=ranks, nodes=nodes))
 

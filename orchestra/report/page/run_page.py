@@ -158,8 +158,12 @@ def run_page(files: RunFiles, now: float, page_folder: Path | None = None) -> Re
         "used": _used(files, config, now),
         "config": flat_config(files.run.config),
         "changes": changes_between_attempts(files.run),
-        "overrides": shown_overrides([str(each) for each in files.record.get("overrides") or []]),
+        "overrides": shown_overrides([str(each) for each in _listed(files.record.get("overrides"))]),
     }
+
+
+def _listed(value: object) -> list[object]:
+    return value if isinstance(value, list) else []
 
 
 def _figures(files: RunFiles, accounts: Accounts, config: Config | None) -> Record:

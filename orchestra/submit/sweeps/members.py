@@ -20,7 +20,7 @@ from orchestra.report.scheduler import with_scheduler
 from orchestra.run.control import stop_requests
 from orchestra.run.events import read_events
 from orchestra.run.paths import RunDir, Sweep, SweepDir, SweepMember, is_sweep, read_sweep
-from orchestra.run.record import RunPhase
+from orchestra.run.record import RunPhase, read_record
 from orchestra.submit.job_record import number_of_jobs
 from orchestra.submit.submission import Submission
 from orchestra.submit.wait import is_being_ended, settled, unclear
@@ -106,7 +106,7 @@ def adoptable_runs(plan: Submission, existing: Iterable[ExistingSweep]) -> dict[
         (other.sweep, other.record, member)
         for other in existing
         for member in other.record.members
-        if member.signature in wanted
+        if member.signature in wanted and not _was_changed(other.record.run(other.sweep, member))
     ]
     best: dict[str, MemberRun] = {}
     for candidate in _member_states(
@@ -121,6 +121,13 @@ def adoptable_runs(plan: Submission, existing: Iterable[ExistingSweep]) -> dict[
         if may_be_alive and candidate.run.path.exists() and is_better:
             best[signature] = candidate
     return {member.index: best[member.signature] for member in plan.members if member.signature in best}
+
+
+def _was_changed(run: RunDir) -> bool:
+    """Whether somebody resumed a run with other values than it was begun with."""
+    resumes = read_record(run).get("resumes")
+    entries = resumes if isinstance(resumes, list) else []
+    return any(isinstance(entry, dict) and entry.get("overrides") for entry in entries)
 
 
 def _is_to_end(candidate: MemberRun) -> bool:

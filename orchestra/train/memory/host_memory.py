@@ -28,9 +28,11 @@ def check_host_memory(staging_bytes: int, num_local_ranks: int, available: int |
 
 
 def check_storage(needs: Needs, place: str) -> None:
-    """Raise TrainingError where not even one checkpoint fits on storage, if its room is known."""
+    """Raise TrainingError where not even one checkpoint fits on storage, if its room is known, nor would
+    once those are gone that it outdates.
+    """
     free, needed = needs.free_storage_bytes, needs.checkpoint_bytes
-    if free is not None and needed > free:
+    if free is not None and needed > free + needs.removable_bytes:
         raise TrainingError(
             f"{place}: one checkpoint takes {binary(needed)}, and {binary(free)} are free there; "
             "free some, choose another checkpoint.dir, or save nothing with checkpoint.every_steps=null"

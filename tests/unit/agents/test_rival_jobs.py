@@ -141,6 +141,12 @@ def test_where_nobody_can_say_growing_files_do(run: RunDir, slurm: Slurm, leader
     began(run, 0, leader)
     assert after_quiet(run) is None
     assert "and the run's files grow" in while_somebody(lambda: run.metrics.write_text("{}\n"), run)
+    # Of a long step nothing grows but the time of the node's heartbeat.
+    run.heartbeats.mkdir()
+    beat = run.heartbeat(0)
+    beat.write_text("{}")
+    assert after_quiet(run) is None
+    assert "and the run's files grow" in while_somebody(lambda: beat.write_text("{}"), run)
 
 
 def test_a_claim_of_somebody_who_said_nothing_yet_is_waited_for(run: RunDir, slurm: Slurm) -> None:

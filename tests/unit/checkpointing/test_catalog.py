@@ -23,6 +23,7 @@ from checkpointing.retention import (
     CommittedCheckpoint,
     RetentionPolicy,
     prune,
+    removable_bytes,
     remove_off_line,
     to_remove,
 )
@@ -184,6 +185,34 @@ def test_another_tools_step_folder_is_never_removed(storage: Storage) -> None:
     assert verify(storage, 7).is_intact
     kept = [name for name in storage.names() if storage.size(f"{name}/lit_model.pth") is not None]
     assert len(kept) == 1
+
+
+def test_a_checkpoint_that_cannot_be_looked_at_stays_and_keeps_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = LocalStorage(tmp_path)
+    for step in range(1, 6):
+        write(storage, step)
+    read = LocalStorage.get
+
+    def get(self: LocalStorage, path: str) -> bytes:
+        if path.startswith("step-00000002/"):
+            raise StorageError(f"{path}: Input/output error")
+        return read(self, path)
+
+    monkeypatch.setattr(LocalStorage, "get", get)
+    with pytest.raises(StorageError, match=r"step-00000002.*Input/output error"):
+        prune(storage, RetentionPolicy(keep_last=2))
+    assert storage.names() == ["step-00000002", "step-00000004", "step-00000005"]
+
+
+def test_what_a_save_without_room_would_remove_is_counted(storage: Storage) -> None:
+    for step in (1, 2, 3):
+        write(storage, step)
+    size = sum(storage.sizes("step-00000001").values())
+    of = [removable_bytes(storage, RetentionPolicy(keep_last=last), Lineage()) for last in (1, 2, 3, 4)]
+    # Never the newest one, whatever is kept.
+    assert of == [2 * size, 2 * size, size, 0]
 
 
 def test_a_checkpoint_behind_a_link_loses_only_the_link(tmp_path: Path) -> None:

@@ -22,8 +22,10 @@ from torch import Tensor
 
 from checkpointing import catalog, save
 from checkpointing.checkpoint_errors import MismatchError, SaveFailedError, StorageError
+from checkpointing.checkpointer import Checkpointer
 from checkpointing.checksums import combined, written
 from checkpointing.options import Options
+from checkpointing.peers import Peers
 from checkpointing.save import Saver
 from checkpointing.shard_digest import part_digest
 from checkpointing.shards import Shard, as_bytes, whole
@@ -131,6 +133,18 @@ def test_a_save_holds_every_element_once_and_any_reader_opens_it(place: Path, wo
         assert manifest.tensors[shard.name].digest == written(combined([expected]))
     assert verify(storage, 7).damages == ()
     assert storage.names() == ["step-00000007"]
+
+
+def test_the_state_is_that_of_the_save_and_keys_that_json_would_change_are_refused(tmp_path: Path) -> None:
+    shards = [whole("weights", torch.ones(4))]
+    saver = Checkpointer(str(tmp_path), Peers.alone(), Options())
+    losses: dict[str, Any] = {"of": [1.0]}
+    saver.save(1, shards, {"losses": losses})
+    losses["of"].append(0.5)
+    saver.wait()
+    assert catalog.read_manifest(LocalStorage(tmp_path), 1).state == {"losses": {"of": [1.0]}}
+    with pytest.raises(MismatchError, match="the state has the key 10; JSON's keys are text"):
+        saver.save(2, shards, {"per_bucket": [{10: 0.25}]})
 
 
 def test_what_changes_after_save_returned_is_not_in_the_checkpoint(place: Path) -> None:

@@ -18,8 +18,9 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.nn.parallel import DistributedDataParallel
 
 from checkpointing import catalog
-from checkpointing.checkpoint_errors import MismatchError, NoCheckpointError
+from checkpointing.checkpoint_errors import MismatchError, NoCheckpointError, SaveFailedError, StorageError
 from checkpointing.storage import open_storage
+from checkpointing.storage.local import LocalStorage
 from checkpointing.torch_state import LoopCheckpointer, restore, save
 from launchers.host_network import free_port
 from tests.support.command_line import CommandLine, orchestra
@@ -143,6 +144,56 @@ def test_what_does_not_fit_is_refused_with_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(MismatchError, match="optimizer=None"):
         restore(str(tmp_path), model, optimizer)
     assert restore(str(tmp_path), model) == 2
+
+
+def test_a_scheduler_goes_on_with_the_milestones_that_it_had(tmp_path: Path) -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 11])
+    save(
+        str(tmp_path),
+        model,
+        optimizer,
+        1,
+        extra={"scheduler": scheduler.state_dict(), "odd": {1: {"a": [{2: 3}]}}},
+    )
+    extra: dict[str, object] = {}
+    restore(str(tmp_path), model, optimizer, extra=extra)
+    assert extra["odd"] == {1: {"a": [{2: 3}]}}
+    other = torch.optim.lr_scheduler.MultiStepLR(torch.optim.SGD(model.parameters(), lr=1.0), [5])
+    other.load_state_dict(extra["scheduler"])
+    assert other.milestones == scheduler.milestones
+    with pytest.raises(MismatchError, match=r"extra\['by'\] has the key \(1, 2\); keys are text or whole"):
+        save(str(tmp_path), model, optimizer, 2, extra={"by": {(1, 2): 3}})
+
+
+def test_a_save_that_failed_is_told_once_and_the_next_ones_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise StorageError("no space left")
+
+    model = network()
+    optimizer = adamw(model)
+    with LoopCheckpointer(str(tmp_path), model, optimizer) as checkpointer:
+        with monkeypatch.context() as patched:
+            patched.setattr(LocalStorage, "create", full)
+            assert checkpointer.save(1, wait=False)
+            with pytest.raises(SaveFailedError, match=r"step 1 .*no space left"):
+                checkpointer.save(2, wait=False)
+            with pytest.raises(SaveFailedError, match=r"step 3 .*no space left"):
+                checkpointer.save(3)
+        # The optimizer gets its state: all agree anew on who writes what.
+        train(model, optimizer, range(1))
+        assert checkpointer.save(4)
+        assert checkpointer.save(5, wait=False)
+    assert catalog.committed_steps(open_storage(str(tmp_path))) == [4, 5]
+
+
+def test_a_second_save_of_a_step_leaves_nothing_of_the_first(tmp_path: Path) -> None:
+    for _ in range(3):
+        save(str(tmp_path), network(), None, 5)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000005"]
 
 
 def test_ddp_saves_for_a_plain_model_and_partial_sums_are_refused(tmp_path: Path) -> None:

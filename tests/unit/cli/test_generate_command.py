@@ -48,6 +48,8 @@ def test_bytes_that_are_no_character_do_not_fail() -> None:
     tokenizer = tokenizer_of(DataConfig(), None)
     assert tokenizer.name == BYTES
     assert tokenizer.decode([104, 105, 0xC3, 256]) == "hi\ufffd"
+    with pytest.raises(ConfigError, match=r"--tokenizer own.json: the run reads bytes"):
+        tokenizer_of(DataConfig(), "own.json")
 
 
 def test_the_tokenizer_comes_along_with_the_tokens_and_with_an_export(tmp_path: Path) -> None:

@@ -242,7 +242,8 @@ ROWS: Sequence[Row] = (
         *(replace(_ERROR, step=step) for step in _STEPS),
     ),
     _gives_up(
-        f"{MOST_NOT_CHARGED} attempts in a row without progress that are not charged",
+        f"{MOST_NOT_CHARGED} attempts in a row without progress that are not charged, preempted ones not "
+        "counted",
         "",
         EXIT_FAILED,
         *[_LEADER] * MOST_NOT_CHARGED,

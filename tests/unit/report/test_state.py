@@ -95,7 +95,13 @@ def test_a_run_of_another_host_is_running_while_its_files_grow_and_the_last_atte
     started_elsewhere(run, attempt=1)
     state = _state(run)
     assert (state.state, state.attempts) == ("running", 2)
-    assert read_state(run, time.time() + 3600).state == "unknown"
+    later = time.time() + 3600
+    assert read_state(run, later).state == "unknown"
+    # Its node's agent lives, in a step that takes longer than any file was written.
+    run.heartbeats.mkdir()
+    run.heartbeat(0).write_text("{}")
+    os.utime(run.heartbeat(0), (later - 5, later - 5))
+    assert read_state(run, later).state == "running"
 
 
 def test_damaged_records_make_unknowns_and_no_errors(run: RunDir) -> None:

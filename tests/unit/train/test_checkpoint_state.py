@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from one_rank_attempts import config_of
 
 from checkpointing.manifest import Manifest, Tensor
 from checkpointing.shards import Shard
-from conf.schema import Config, ExpertPlacement, PrecisionConfig, PrecisionName
+from conf.schema import Config, DataConfig, ExpertPlacement, PrecisionConfig, PrecisionName, Source
+from orchestra.cli import main
 from orchestra.errors import EXIT_DO_NOT_RESTART, UnusableCheckpointError
 from orchestra.parallel.mesh import Mesh
 from orchestra.precision.policies import ScaleState
@@ -150,6 +152,27 @@ def test_another_model_order_of_samples_or_type_of_moments_is_refused_with_both_
     now = facts(CONFIG)
     with pytest.raises(UnusableCheckpointError, match=rf"{key}={value}\W+this run has ({key}=)?{now[key]}\W"):
         changes({**now, key: value}, now)
+
+
+def test_other_tokens_under_the_same_path_are_refused(tmp_path: Path) -> None:
+    def packed(text: str) -> dict[str, Any]:
+        (tmp_path / "a.txt").write_text(text)
+        for file in tmp_path.glob("packed.*"):
+            file.unlink()
+        prefix = str(tmp_path / "packed")
+        assert main(["data", "pack", str(tmp_path / "a.txt"), "--output", prefix]) == 0
+        data = DataConfig(source=Source.tokens, path=prefix)
+        return facts(replace(CONFIG, data=data))
+
+    saved = packed("once upon a time")
+    assert changes(saved, packed("once upon a time")) == {}
+    with pytest.raises(
+        UnusableCheckpointError, match=r"the tokens of data.path=17 uint16 \w+ \(this run has 17"
+    ):
+        changes(saved, packed("once upon a TIME"))
+    # Checkpoints of before say nothing of them.
+    without = {key: value for key, value in saved.items() if "tokens" not in key}
+    assert changes(without, packed("other")) == {}
 
 
 def test_a_change_that_a_run_may_make_is_told_and_not_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,8 @@ def test_one_checkpoint_must_fit_on_storage_and_room_for_more_is_counted() -> No
     host_memory.check_storage(needs(None), "s3://bucket/run")
     with pytest.raises(TrainingError, match=r"s3://bucket/run: .* 2 GiB, and 1 GiB are free there"):
         host_memory.check_storage(needs(GIB), "s3://bucket/run")
+    # What it outdates would go first.
+    host_memory.check_storage(replace(needs(GIB), removable_bytes=GIB), "s3://bucket/run")
     # Room for those that are kept.
     assert host_memory.missing_storage_bytes(needs(8 * GIB), 4) == 0
     assert host_memory.missing_storage_bytes(needs(5 * GIB), 4) == 3 * GIB
