@@ -69,7 +69,7 @@ _LATENT_KEYS = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head
 # Choices that decide which samples come next: a run keeps them, as `orchestra resume` says too.
 _ORDER_KEYS = ("train.seed", "train.seq_len", "data.source", "data.path", "data.source_identity")
 # Of token files: how many tokens, of which type, and a checksum of their blocks' checksums.
-_TOKENS_KEY = "the tokens of data.path"
+_TOKENS_KEY = "data.tokens"
 # Of plug-ins: only where there are some.
 _PLUGGED_KEYS = ("model.block", "model.block_options", "data.source_identity")
 # What the optimizer's moments are kept in: a checkpoint holds their bits.
