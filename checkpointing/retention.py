@@ -7,7 +7,7 @@ begun, which nobody can miss; all else stays until a person asks for it (`remove
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from checkpointing.catalog import (
@@ -100,12 +100,7 @@ def prune(
     judged_by = lineage()
     found, failure = _stored(storages)
     on, off = split(found, judged_by)
-    for checkpoint in on:
-        if checkpoint.step not in known:
-            try:
-                known[checkpoint.step] = _as_kept(storages[checkpoint.place], checkpoint, policy.score_of)
-            except StorageError as error:
-                failure = error
+    failure = _look_at(on, storages, policy, known) or failure
     there = [known[checkpoint.step] for checkpoint in on if checkpoint.step in known]
     policy_says = set(to_remove(there, policy) if upcoming is None else _outdated(there, upcoming, policy))
     leaving = [checkpoint for checkpoint in on if checkpoint.step in policy_says]
@@ -126,12 +121,31 @@ def prune(
 def removable_bytes(storage: Storage, policy: RetentionPolicy, lineage: Lineage) -> int:
     """Return what `prune` would free for a step after all others that has no room. Raises StorageError."""
     on, _ = split(stored(storage), lineage)
-    there = [_as_kept(storage, checkpoint, policy.score_of) for checkpoint in on]
+    known: dict[int, CommittedCheckpoint] = {}
+    _look_at(on, [storage], policy, known)
+    there = list(known.values())
     upcoming = max((checkpoint.step for checkpoint in on), default=0) + 1
     leaving = set(_outdated(there, upcoming, policy))
     return sum(
         sum(storage.sizes(checkpoint.folder).values()) for checkpoint in on if checkpoint.step in leaving
     )
+
+
+def _look_at(
+    on: Iterable[StoredCheckpoint],
+    storages: Sequence[Storage],
+    policy: RetentionPolicy,
+    known: dict[int, CommittedCheckpoint],
+) -> StorageError | None:
+    """Add to `known` what it lacks of the line's checkpoints; return why one could not be looked at."""
+    failure = None
+    for checkpoint in on:
+        if checkpoint.step not in known:
+            try:
+                known[checkpoint.step] = _as_kept(storages[checkpoint.place], checkpoint, policy.score_of)
+            except StorageError as error:
+                failure = error
+    return failure
 
 
 def _stored(storages: Sequence[Storage]) -> tuple[list[StoredCheckpoint], StorageError | None]:

@@ -8,7 +8,6 @@ save is new.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import itertools
 import json
@@ -242,21 +241,20 @@ class Saver:
                 self._quietly(partial(catalog.remove_leftovers, storage, self._options.generation))
         self._agree(shards)
         needed = sum(piece.num_bytes for pieces in self._plan for piece in pieces)
-        topic = self._peers.unused("room")
+        # Each rank asks: where that fails it does so on all of them, and nobody waits for a word.
+        free, topic = self._storage.free_bytes(), self._peers.unused("room")
         if self._peers.is_coordinator:
-            self._peers.answer(topic, self._room_for(needed))
-        free, removable = self._peers.await_answer(topic)
-        return Needs(needed, staging_bytes(self._images), free, removable)
+            is_enough = free is None or needed <= free
+            self._peers.answer(topic, 0 if is_enough else self._removable_bytes())
+        return Needs(needed, staging_bytes(self._images), free, self._peers.await_answer(topic))
 
-    def _room_for(self, num_bytes: int) -> tuple[int | None, int]:
-        """Return what is free on storage, None where it does not tell; and where that is not enough, what
-        older checkpoints that a save may remove first take.
-        """
-        free, removable = self._storage.free_bytes(), 0
-        if free is not None and num_bytes > free:
-            with contextlib.suppress(CheckpointError, OSError):
-                removable = retention.removable_bytes(self._storage, self._policy, self._lineage())
-        return free, removable
+    def _removable_bytes(self) -> int:
+        """Return what the older checkpoints take that a save without room removes first."""
+        try:
+            return retention.removable_bytes(self._storage, self._policy, self._lineage())
+        except StorageError:
+            # It would not remove any now either.
+            return 0
 
     def _agree(self, shards: Sequence[Shard]) -> None:
         held = declaration(shard.piece for shard in shards)
@@ -340,9 +338,9 @@ class Saver:
         `in_fallback`: in the second place, which must have been given, whatever the save before does. Else it
         returns False where that is still under way and `when_busy` is skip, or has not ended in `limit_s`.
         Never raises for a failing storage: the event `checkpoint_failed` tells, on every rank, and the next
-        save tries again. Raises MismatchError where the state cannot be written as it is.
+        save tries again. So it is with a state that cannot be written as it is.
         """
-        began, content = time.monotonic(), _content(state)
+        began = time.monotonic()
         if self._is_plan_old:
             self._agree(shards)
             self._is_plan_old = False
@@ -356,6 +354,12 @@ class Saver:
         except FalseWordError as false:
             # The other ranks may have begun: they learn at once that this one cannot.
             error = str(false)
+        content: dict[str, Any] = {}
+        try:
+            content = _content(state)
+        except MismatchError as wrong:
+            # Only one rank has the state: it tells the others with its vote.
+            error = str(wrong)
         storage = self._places[int(in_fallback)]
         draft = catalog.draft(storage, step, self._options.generation, index)
         save = _Save(index, step, content, storage, draft, began, self._plan, error=error)
@@ -393,9 +397,8 @@ class Saver:
     @property
     def is_busy(self) -> bool:
         """Whether this rank is still at work on a save."""
-        return (
-            self._current is not None and self._current.thread is not None and self._current.thread.is_alive()
-        )
+        thread = None if self._current is None else self._current.thread
+        return thread is not None and thread.is_alive()
 
     def distrust(self, steps: Iterable[int]) -> None:
         """Count these checkpoints for damaged from now on, whatever their files' sizes say."""
@@ -403,10 +406,7 @@ class Saver:
 
     def _is_stuck(self, step: int) -> bool:
         """Whether this rank still writes another state. The same one may be copied over itself."""
-        before = self._current
-        if before is None or before.step == step or before.thread is None:
-            return False
-        return before.thread.is_alive()
+        return self._current is not None and self._current.step != step and self.is_busy
 
     def _is_our_turn(self, index: int, step: int, limit_s: float | None) -> bool:
         """Decide for all ranks alike whether the save before is over. The coordinator's word counts."""
@@ -416,7 +416,7 @@ class Saver:
             if thread is not None and self._options.when_busy == "wait":
                 longest_s = self._options.limit_s + _SLACK_S
                 thread.join(longest_s if limit_s is None else min(limit_s, longest_s))
-            is_busy = thread is not None and thread.is_alive()
+            is_busy = self.is_busy
             self._peers.answer(topic, not is_busy)
             if is_busy:
                 self._tell_skipped(step)

@@ -150,14 +150,21 @@ def _document(folder: DcpFolder, optimizer: _Optimizer) -> dict[str, Any]:
 
 def _plain(folder: DcpFolder, name: str) -> Any:
     """Return a value as JSON gives it back. Raises MismatchError where it is none."""
+    value = _value(folder, name)
+    try:
+        return json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise MismatchError(f"{name} is a {type(value).__name__} that is no JSON: {error}") from error
+
+
+def _value(folder: DcpFolder, name: str) -> Any:
+    """Return a value, or the one of a tensor of one element. Raises MismatchError for other tensors."""
     tensor = folder.tensors.get(name)
     if tensor is not None and len(tensor.chunks) == 1 and tensor.chunks[0].box.num_elements == 1:
-        value = folder.chunk(name, tensor.chunks[0]).item()
-    elif tensor is not None:
+        return folder.chunk(name, tensor.chunks[0]).item()
+    if tensor is not None:
         raise MismatchError(f"{name} is a tensor of {list(tensor.shape)}, expected a value")
-    else:
-        value = folder.value(name)
-    return encoded(value, f"{name} ({type(value).__name__})")
+    return folder.value(name)
 
 
 def _model_prefix(
@@ -210,13 +217,13 @@ def _no_optimizer(optimizers: Mapping[str, _Optimizer], model: Iterable[str]) ->
 
 
 def _extra(folder: DcpFolder, names: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
-    """Return what is JSON, in dicts as it was saved, and what is not, in words."""
+    """Return what is JSON, in dicts as a loop's `extra` is kept, and what is not, in words."""
     extra: dict[str, Any] = {}
     left_out: Counter[str] = Counter()
     for name in names:
         prefix = folder.parents.get(name, "")
         try:
-            value = _plain(folder, name)
+            value = encoded(_value(folder, name), name)
         except (MismatchError, DamagedError):
             left_out[f"{prefix}*" if name in folder.tensors and prefix else name] += 1
             continue

@@ -86,7 +86,8 @@ class LoopCheckpointer:
         elif self._when_busy == "wait" or not words[0][1]:
             self.wait()
         is_taken = self._checkpointer.save(step, shards, document)
-        self._is_told &= not is_taken
+        if is_taken:
+            self._is_told = False
         if wait:
             self.wait()
         return is_taken

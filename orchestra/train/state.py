@@ -446,10 +446,12 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[
         if key in differing
     ]
     if order:
+        back = "put the old values back into the run's config.yaml"
+        if _TOKENS_KEY in differing:
+            back = "bring back the token files that lay there"
         raise UnusableCheckpointError(
             f"the checkpoint was written with {', '.join(order)}: other samples would come next, some twice "
-            "or never; put the old values back into the run's config.yaml, or begin a new run with a "
-            "checkpoint.dir of its own"
+            f"or never; {back}, or begin a new run with a checkpoint.dir of its own"
         )
     return differing
 

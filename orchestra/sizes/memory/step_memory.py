@@ -140,23 +140,26 @@ def _moments_alone(
     matrix'. That gradients are made in units, of more than one matrix, is left out.
     """
     width, num_dense = widths(shape.precision).gradients, num_dense_layers(shape.model)
+    layers = {kind: layer_of(shape, has_experts=kind) for kind in (False, True)}
+    temporary = {
+        kind: max(temporary_bytes(replace(shape, model=layer.model)), gathered_keys_bytes(shape))
+        for kind, layer in layers.items()
+    }
     yield StepBytes(done + ends, 0.0)
     held, below = 0.0, 0.0 if shape.model.tie_word_embeddings else 1.0 * parts.before
-    for number, kind in enumerate(recomputed_kinds(shape)):
+    for number, recomputed in enumerate(recomputed_kinds(shape)):
         is_mixture = bool(parts.of_experts) and number >= num_dense
         tensors = parts.of_layer if is_mixture or not parts.of_dense else parts.of_dense
         experts = sum(parts.of_experts) if is_mixture else 0
         own = sum(tensors) + experts
-        layer = layer_of(shape, has_experts=is_mixture)
-        temporary = max(temporary_bytes(replace(shape, model=layer.model)), gathered_keys_bytes(shape))
-        is_fp8 = kind is Recompute.none and number in shape.layers_in_fp8
+        is_fp8 = recomputed is Recompute.none and number in shape.layers_in_fp8
         fewer = kept_in_fp8(shape, has_experts=is_mixture) if is_fp8 else 0.0
-        at_work = held + layer.kept_bytes(Recompute.none) - fewer + temporary
+        at_work = held + layers[is_mixture].kept_bytes(Recompute.none) - fewer + temporary[is_mixture]
         # A feed-forward's last product has its gradient then, of a mixture all have.
         yield StepBytes(at_work + ends, 0.0, (below + own - (experts or max(tensors))) * width)
-        yield StepBytes(held + temporary + ends, 0.0, below * width)
+        yield StepBytes(held + temporary[is_mixture] + ends, 0.0, below * width)
         below += own
-        held += layer.kept_bytes(kind) - fewer
+        held += layers[is_mixture].kept_bytes(recomputed) - fewer
     yield StepBytes(held + ends, loss_bytes(shape), below * width)
 
 

@@ -143,8 +143,9 @@ def test_the_state_is_that_of_the_save_and_keys_that_json_would_change_are_refus
     losses["of"].append(0.5)
     saver.wait()
     assert catalog.read_manifest(LocalStorage(tmp_path), 1).state == {"losses": {"of": [1.0]}}
-    with pytest.raises(MismatchError, match="the state has the key 10; JSON's keys are text"):
-        saver.save(2, shards, {"per_bucket": [{10: 0.25}]})
+    saver.save(2, shards, {"per_bucket": [{10: 0.25}]})
+    with pytest.raises(SaveFailedError, match=r"step 2 .*the state has the key 10; JSON's keys are text"):
+        saver.wait()
 
 
 def test_what_changes_after_save_returned_is_not_in_the_checkpoint(place: Path) -> None:

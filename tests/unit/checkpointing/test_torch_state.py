@@ -21,7 +21,7 @@ from checkpointing import catalog
 from checkpointing.checkpoint_errors import MismatchError, NoCheckpointError, SaveFailedError, StorageError
 from checkpointing.storage import open_storage
 from checkpointing.storage.local import LocalStorage
-from checkpointing.torch_state import LoopCheckpointer, restore, save
+from checkpointing.torch_state import LoopCheckpointer, meeting, restore, save
 from launchers.host_network import free_port
 from tests.support.command_line import CommandLine, orchestra
 from tests.support.pages import DOCS, ROOT, blocks
@@ -194,6 +194,14 @@ def test_a_second_save_of_a_step_leaves_nothing_of_the_first(tmp_path: Path) -> 
     for _ in range(3):
         save(str(tmp_path), network(), None, 5)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000005"]
+
+
+def test_a_group_meets_at_its_first_rank_s_own_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MASTER_ADDR is that of global rank 0's machine, whichever group it is."""
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    for first, address in ((0, "localhost"), (2, "127.0.0.1")):
+        monkeypatch.setattr(dist, "get_global_rank", lambda _, __, first=first: first)
+        assert meeting._own_address(None) in (address, "::1")
 
 
 def test_ddp_saves_for_a_plain_model_and_partial_sums_are_refused(tmp_path: Path) -> None:

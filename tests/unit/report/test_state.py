@@ -17,7 +17,9 @@ from support.run_records import started_elsewhere
 
 from conf.schema import Config
 from launchers import processes
+from orchestra.report.page.curves import void_curve
 from orchestra.report.run_state import RunState, failed_save, failed_saves, passed_over, read_state
+from orchestra.report.stalled import stalled_words
 from orchestra.run.config_file import write_config
 from orchestra.run.events import EventWriter, node_writer, rank_writer
 from orchestra.run.files import JsonLinesWriter
@@ -110,6 +112,14 @@ def test_damaged_records_make_unknowns_and_no_errors(run: RunDir) -> None:
     run.metrics.write_text('{"step": 1, "loss": 3.0}\n{"step": "x"}\n[1]\n{"step": 2, "lo')
     state = _state(run)
     assert (state.steps, state.step, state.loss, state.age_s) == (None, 1, 3.0, None)
+
+
+def test_records_that_somebody_edited_end_no_command(run: RunDir) -> None:
+    started = {"event": "attempt_started", "attempt": 0, "time": 1.0, "nodes": 1, "ranks_per_node": None}
+    hung = {"event": "hang_detected", "attempt": 0, "time": 2.0}
+    assert stalled_words(run, [started, hung]) is None
+    row = {"step": 1, "loss": 2.0, "time": []}
+    assert void_curve([row, {**row, "step": 2}], [row])["step"] == [2]
 
 
 @pytest.mark.parametrize(("host", "state"), [(socket.gethostname(), "died"), ("elsewhere", "not started")])
