@@ -78,7 +78,7 @@ class StopFacts:
     job: OwnJob | None
     # How often the job had been started before this start.
     restart: int
-    # Whether the attempt before ended by the limit too, at the same checkpoint.
+    # Whether it saved nothing, and the attempt before, which ended by the limit too, did not either.
     is_stalled: bool = False
 
 
@@ -135,17 +135,19 @@ def _named(reasons: Iterable[str]) -> str:
 
 
 def is_stalled(events: Iterable[Record], attempt: int) -> bool:
-    """Tell whether an attempt got no further than the one before it, which went on because of the limit."""
+    """Tell whether an attempt saved nothing, and the one before it, which went on because of the limit, did
+    not either. One alone may have had a slow start.
+    """
     events = list(events)
-    starts = [event["attempt"] for event in events if event["event"] == "attempt_started"]
-    before = max((number for number in starts if number < attempt), default=-1)
+    starts = sorted({event["attempt"] for event in events if event["event"] == "attempt_started"})
+    older, before = [-1, -1, *(number for number in starts if number < attempt)][-2:]
     # A start that was called off before its attempt began says nothing of the one before it.
     of_attempt = [event for event in events if event["attempt"] == before and not event.get("before_start")]
     went_on = any(
         event["event"] == "requeued" and event.get("reason") == stop_requests.TIME_LIMIT
         for event in of_attempt
     )
-    return went_on and _committed(events, before) == _committed(events, attempt)
+    return went_on and len({_committed(events, number) for number in (older, before, attempt)}) == 1
 
 
 def _committed(events: Iterable[Record], attempt: int) -> int | None:
@@ -177,8 +179,8 @@ class RunContinuation:
         return Verdict(
             EXIT_DO_NOT_RESTART,
             "no progress",
-            f"the time limit ended two attempts in a row after step {verdict.step or 0}: what comes before "
-            f"the next step, and the save after it, takes longer than a job has "
+            f"the time limit ended two attempts in a row that saved nothing after step {verdict.step or 0}: "
+            f"what comes before the next step, and the save after it, takes longer than a job has "
             f"(cluster.time_limit={limit}); resume it with a longer one: `orchestra resume {self._run.name} "
             f"cluster.time_limit=…`",
             step=verdict.step,

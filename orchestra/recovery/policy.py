@@ -196,9 +196,14 @@ def refused(case: RecoveryCase) -> Decision | None:
 
 
 def time_limit_too_short(case: RecoveryCase) -> Decision | None:
-    if [incident.kind for incident in case.row[-2:]] != [Kind.time_limit] * 2:
+    """Two slices in a row that saved nothing. The first incident of a row may have saved, all later ones did
+    not.
+    """
+    first, *later = case.row
+    fruitless = later if first.committed > first.began else case.row
+    if [incident.kind for incident in fruitless[-2:]] != [Kind.time_limit] * 2:
         return None
-    reason = f"the time limit ended two attempts in a row after step {case.now.committed}"
+    reason = f"the time limit ended two attempts in a row that saved nothing after step {case.now.committed}"
     return Decision(Action.give_up, EXIT_DO_NOT_RESTART, reason)
 
 

@@ -73,7 +73,7 @@ def test_what_follows_a_stop(
     assert (found.how, found.reason) == (how, reason)
 
 
-def test_two_attempts_that_the_limit_ends_at_one_checkpoint_are_enough() -> None:
+def test_two_attempts_that_the_limit_ends_without_a_save_are_enough() -> None:
     stop = StopFacts(Requeue.requeue, frozenset({LIMIT}), RUNNING, restart=1, is_stalled=True)
     assert continuation(stop).how is GoOnBy.give_up
     assert continuation(replace(stop, policy=Requeue.chain)).how is GoOnBy.give_up
@@ -81,19 +81,23 @@ def test_two_attempts_that_the_limit_ends_at_one_checkpoint_are_enough() -> None
     assert continuation(replace(stop, job=PREEMPTED)).how is GoOnBy.requeue
 
 
-def test_progress_is_a_newer_checkpoint() -> None:
+def test_progress_is_a_newer_checkpoint_and_one_attempt_without_it_is_tried_again() -> None:
     def event(attempt: int, name: str, **facts: object) -> Record:
         return {"attempt": attempt, "event": name, "time": 0.0, **facts}
 
-    first = [event(0, "attempt_started"), event(0, "checkpoint_committed", step=5)]
-    went_on = [*first, event(0, "requeued", reason=LIMIT), event(1, "attempt_started")]
-    assert is_stalled(went_on, 1)
-    assert not is_stalled([*went_on, event(1, "checkpoint_committed", step=6)], 1)
-    assert not is_stalled([*first, event(0, "requeued", reason="preempted"), event(1, "attempt_started")], 1)
-    assert not is_stalled([*first, event(1, "attempt_started")], 1)
-    called_off = event(0, "requeued", reason=LIMIT, before_start=True)
-    assert not is_stalled([*first, called_off, event(1, "attempt_started")], 1), "a later start's limit"
-    assert not is_stalled(first, 0)
+    good = [event(0, "attempt_started"), event(0, "checkpoint_committed", step=5)]
+    one_idle = [*good, event(0, "requeued", reason=LIMIT), event(1, "attempt_started")]
+    assert not is_stalled(one_idle, 1)
+    assert is_stalled([*one_idle, event(1, "requeued", reason=LIMIT), event(2, "attempt_started")], 2)
+    idle = [*good, event(1, "attempt_started")]
+    went_on = [*idle, event(1, "requeued", reason=LIMIT), event(2, "attempt_started")]
+    assert is_stalled(went_on, 2)
+    assert not is_stalled([*went_on, event(2, "checkpoint_committed", step=6)], 2)
+    assert not is_stalled([*idle, event(1, "requeued", reason="preempted"), event(2, "attempt_started")], 2)
+    assert not is_stalled([*idle, event(2, "attempt_started")], 2)
+    called_off = event(1, "requeued", reason=LIMIT, before_start=True)
+    assert not is_stalled([*idle, called_off, event(2, "attempt_started")], 2), "a later start's limit"
+    assert not is_stalled(good, 0)
     # Nothing was ever saved.
     never = [event(0, "attempt_started"), event(0, "requeued", reason=LIMIT), event(1, "attempt_started")]
     assert is_stalled(never, 1)

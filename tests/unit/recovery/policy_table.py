@@ -212,7 +212,7 @@ ROWS: Sequence[Row] = (
         _asked(Kind.refused, "NonFiniteError in train/loop.py:train", EXIT_DO_NOT_RESTART),
     ),
     _gives_up(
-        "the time limit ended two attempts in a row, and nothing was saved between",
+        "the time limit ended two attempts in a row, and neither saved a step",
         "a job is too short for a step and its save",
         EXIT_DO_NOT_RESTART,
         *(_LIMIT, _LIMIT),

@@ -220,6 +220,25 @@ def test_no_restarts_means_none_but_slurm_may_take_a_job_and_bring_it_back() -> 
     assert after(replace(KILLED, kind=Kind.time_limit, code=75), rules=rules).action is Action.requeue
 
 
+def test_one_slice_without_a_save_after_good_ones_is_tried_again_and_two_in_a_row_end_the_run() -> None:
+    """A good slice saved what it trained; the step after each is that of its save or of the one before."""
+    good, better, idle = (
+        replace(KILLED, kind=Kind.time_limit, cause="time limit", code=75, began=began, committed=committed)
+        for began, committed in ((0, 2), (2, 4), (4, 4))
+    )
+    for history in ((good,), (good, better), (good, better, idle), (good, KILLED, idle)):
+        assert after(*history).action is Action.requeue, history
+    # The first save of a run that began with nothing is one, too.
+    first = replace(idle, began=0, committed=0)
+    assert after(first, good, replace(idle, began=2, committed=2)).action is Action.requeue
+    for history in ((good, better, idle, idle), (first, first), (good, KILLED, idle, idle)):
+        decision = after(*history)
+        assert (decision.rule, decision.code) == ("time_limit_too_short", 93), history
+    # What a preemption ended is nobody's fault.
+    taken = replace(idle, kind=Kind.preempted, cause="preempted")
+    assert after(good, taken, idle).action is Action.requeue
+
+
 def test_waits_grow_threefold_to_ten_minutes_and_differ_between_runs() -> None:
     rules = Rules(max_restarts=9)
     waits = [after(*[KILLED] * number, rules=rules).wait_s for number in range(1, 9)]
