@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, cast
 
-from conf.schema import BlendPart
+from conf.schema import BlendPart, DataConfig, Source
 from orchestra.errors import DataError
 from orchestra.sizes.units import MIB
 
@@ -32,6 +32,8 @@ DTYPE_BYTES = {"uint16": 2, "uint32": 4}
 # One checksum for this many bytes, which are read when the first of their samples is: small, so that the
 # first batches wait for few of them, and 1e12 tokens of 4 bytes still need only 11 MB of index.
 BLOCK_BYTES = 4 * MIB
+# The key of `tokens_fact` among what a checkpoint keeps of its configuration.
+TOKENS_FACT = "data.tokens"
 # What a source has as its name, and what no such name holds.
 SOURCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 NAMES_OF_SOURCES = "a name has up to 64 letters, digits, dots, dashes and underscores"
@@ -144,6 +146,26 @@ def index_of(path: str) -> TokenIndex:
         return read_index(Path(f"{local}.json"))
     system, remote = file_system(prefix)
     return parse_index(_read_remote(system, f"{remote}.json", f"{prefix}.json"), f"{prefix}.json")
+
+
+def tokens_fact(data: DataConfig) -> str | None:
+    """Return what tells token files of this machine from others that take their place: how many tokens, of
+    which type, and a checksum of their blocks' checksums. None for other sources, and what cannot be read:
+    whoever opens it says so.
+    """
+    if data.source != Source.tokens:
+        return None
+    found = []
+    for path in [part.path for part in data.blend] if data.path is None else [data.path]:
+        if local_prefix(token_file_prefix(path)) is None:
+            return None
+        try:
+            index = index_of(path)
+        except (DataError, OSError):
+            return None
+        checksums = zlib.crc32(json.dumps([index.block_bytes, index.block_crc32]).encode())
+        found.append(f"{index.num_tokens} {index.dtype} {checksums:08x}")
+    return ", ".join(found)
 
 
 def is_missing(path: str) -> bool:

@@ -14,11 +14,9 @@ rng.cuda.<coordinates>              keyed by place and not by rank, so that no r
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import sys
 import threading
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
@@ -35,9 +33,9 @@ from checkpointing.manifest import Manifest
 from checkpointing.outages import OutagePatience, is_passing
 from checkpointing.peers import Peers
 from checkpointing.shards import Shard, whole
-from conf.schema import CheckpointConfig, Config, DataConfig, Family, Source
-from orchestra.data.token_files import index_of, local_prefix, token_file_prefix
-from orchestra.errors import DataError, StorageOutageError, TrainingError, UnusableCheckpointError
+from conf.schema import CheckpointConfig, Config, Family
+from orchestra.data.token_files import TOKENS_FACT, tokens_fact
+from orchestra.errors import StorageOutageError, TrainingError, UnusableCheckpointError
 from orchestra.optim.adamw import Trained
 from orchestra.optim.plugged import Optimizer
 from orchestra.parallel.apply import Parallelized
@@ -68,8 +66,6 @@ _MIXTURE_KEYS = (
 _LATENT_KEYS = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 # Choices that decide which samples come next: a run keeps them, as `orchestra resume` says too.
 _ORDER_KEYS = ("train.seed", "train.seq_len", "data.source", "data.path", "data.source_identity")
-# Of token files: how many tokens, of which type, and a checksum of their blocks' checksums.
-_TOKENS_KEY = "data.tokens"
 # Of plug-ins: only where there are some.
 _PLUGGED_KEYS = ("model.block", "model.block_options", "data.source_identity")
 # What the optimizer's moments are kept in: a checkpoint holds their bits.
@@ -392,26 +388,8 @@ def facts(config: Config) -> dict[str, Any]:
     values = {key: value for key, value in values.items() if value or key not in _PLUGGED_KEYS}
     named = {key: value.name if isinstance(value, Enum) else value for key, value in values.items()}
     others = {"model.head_dim": head_dim(config.model), "precision": config.precision.name.name}
-    return {**named, **others, **_of_tokens(config.data)}
-
-
-def _of_tokens(data: DataConfig) -> dict[str, Any]:
-    """Return what tells token files of this machine from others that take their place."""
-    if data.source != Source.tokens:
-        return {}
-    paths = [part.path for part in data.blend] if data.path is None else [data.path]
-    found = []
-    for path in paths:
-        if local_prefix(token_file_prefix(path)) is None:
-            return {}
-        try:
-            index = index_of(path)
-        except (DataError, OSError):
-            # Whoever opens it says so.
-            return {}
-        checksums = zlib.crc32(json.dumps([index.block_bytes, index.block_crc32]).encode())
-        found.append(f"{index.num_tokens} {index.dtype} {checksums:08x}")
-    return {_TOKENS_KEY: ", ".join(found)}
+    tokens = tokens_fact(config.data)
+    return {**named, **others, **({} if tokens is None else {TOKENS_FACT: tokens})}
 
 
 def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[Any]]:
@@ -442,12 +420,12 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[
         )
     order = [
         f"{key}={saved[key]} (this run has {now[key]})"
-        for key in (*_ORDER_KEYS, _TOKENS_KEY)
+        for key in (*_ORDER_KEYS, TOKENS_FACT)
         if key in differing
     ]
     if order:
         back = "put the old values back into the run's config.yaml"
-        if _TOKENS_KEY in differing:
+        if TOKENS_FACT in differing:
             back = "bring back the token files that lay there"
         raise UnusableCheckpointError(
             f"the checkpoint was written with {', '.join(order)}: other samples would come next, some twice "

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from orchestra.cli.run.sweep_text import (
+    left_alone,
     member_rows,
     result_facts,
     results_table,
@@ -181,7 +182,7 @@ def _print_plan(action: SweepAction, arguments: Namespace) -> int:
         return EXIT_DONE
     print(f"sweep   {action.sweep.name}: {number_of(len(rows), 'member')}, {len(training)} to train")
     for row in rows:
-        what = "to train" if row["index"] in training else f"{row['state']}, left alone"
+        what = "to train" if row["index"] in training else left_alone(row)
         print(f"{row['index']:03d}  {' '.join(row['overrides'])}  ({what})")
     return EXIT_DONE
 

@@ -11,7 +11,7 @@ import json
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -23,7 +23,7 @@ from orchestra.config.machine import Situation
 from orchestra.errors import EXIT_DONE, EXIT_FAILED, ConfigError, LaunchError
 from orchestra.report.carry_over import carried_over
 from orchestra.report.run_state import name_of
-from orchestra.run.paths import SweepDir, read_sweep
+from orchestra.run.paths import RunDir, SweepDir, read_sweep
 from orchestra.run.run_folders import remember
 from orchestra.sizes.units import first_few
 from orchestra.submit import wait as waiting
@@ -33,7 +33,7 @@ from orchestra.submit.sweeps.sweeper import names_sweeper, run_sweeper
 
 if TYPE_CHECKING:
     from orchestra.config.compose import Composed
-    from orchestra.run.paths import RunDir, SweepMember
+    from orchestra.run.paths import SweepMember
     from orchestra.submit.fair.outlook import Outlook
     from orchestra.submit.hand_over import SubmitOutcome, SweepLedger
     from orchestra.submit.site import Site
@@ -133,7 +133,7 @@ def print_action(action: SweepAction, before: Beforehand, *, as_json: bool) -> N
     print("\n".join(scripts), end="")
     sys.stderr.write("".join(f"# {line}\n" for line in before.lines()))
     for row in rows:
-        what = f"array {row['array']}" if row["array"] is not None else f"{row['state']}, left alone"
+        what = f"array {row['array']}" if row["array"] is not None else left_alone(row)
         note(f"{row['index']:03d}  {' '.join(row['overrides'])}  ({what})")
     newest: dict[int | None, str] = {}
     for planned in action.arrays:
@@ -157,6 +157,13 @@ def member_rows(action: SweepAction, members: Iterable[SweepMember]) -> list[dic
         }
         for member in members
     ]
+
+
+def left_alone(row: Mapping[str, Any]) -> str:
+    """Return why a member of `member_rows` gets no job or does not train here, and whose run it is."""
+    if row["adopted"] is None:
+        return f"{row['state']}, left alone"
+    return f"{row['state']}, adopted: it is {name_of(RunDir(Path(row['adopted'])))}"
 
 
 def _kept_states(action: SweepAction) -> dict[int, str]:

@@ -13,6 +13,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from checkpointing.catalog import read_manifest, split, stored_in
+from checkpointing.checkpoint_errors import CheckpointError
+from checkpointing.storage import open_storage
+from conf.schema import CheckpointConfig
+from orchestra.data.token_files import TOKENS_FACT, tokens_fact
 from orchestra.errors import ConfigError, LaunchError
 from orchestra.recovery.history import last_attempt
 from orchestra.report.run_state import RunState, read_state
@@ -20,7 +25,8 @@ from orchestra.report.scheduler import with_scheduler
 from orchestra.run.control import stop_requests
 from orchestra.run.events import read_events
 from orchestra.run.paths import RunDir, Sweep, SweepDir, SweepMember, is_sweep, read_sweep
-from orchestra.run.record import RunPhase, read_record
+from orchestra.run.record import RunPhase, fallback_place, read_record
+from orchestra.run.run_lineage import read_lineage
 from orchestra.submit.job_record import number_of_jobs
 from orchestra.submit.submission import Submission
 from orchestra.submit.wait import is_being_ended, settled, unclear
@@ -87,12 +93,59 @@ def sweeps_in(parent: Path) -> list[ExistingSweep]:
 
 
 def same_sweep(plan: Submission, existing: Iterable[ExistingSweep]) -> ExistingSweep | None:
-    """Return the newest sweep with the same members, and the same name where one is configured."""
-    for sweep in existing:
-        record = sweep.record
-        if record.signature == plan.signature and plan.configured_name in (None, record.name):
-            return sweep
+    """Return the newest sweep with the same members, and the same name where one is configured; none of
+    whose members trained other tokens under the same path.
+
+    Raises ConfigError where the sweep of a configured name did.
+    """
+    tokens = _TokensNow(plan)
+    for other in existing:
+        record = other.record
+        if record.signature != plan.signature or plan.configured_name not in (None, record.name):
+            continue
+        if not any(tokens.differ(record.run(other.sweep, member), member) for member in record.members):
+            return other
+        if plan.configured_name is not None:
+            raise ConfigError(
+                f"run.name={record.name}: {other.sweep.path} has the same members, and they trained other "
+                f"tokens than lie under data.path now; give another run.name to train these, or bring back "
+                f"the token files that lay there"
+            )
     return None
+
+
+class _TokensNow:
+    """Tells the members that trained other tokens than lie under the data.path of a plan's members now."""
+
+    def __init__(self, plan: Submission) -> None:
+        self._configs = {member.signature: member.config for member in plan.members}
+        # By the path or blend: the members share most of them.
+        self._known: dict[str, str | None] = {}
+
+    def differ(self, run: RunDir, member: SweepMember) -> bool:
+        """Whether a run that computes what a member of the plan does has a newest checkpoint of others.
+        Without a checkpoint nobody can say.
+        """
+        config = self._configs[member.signature]
+        key = repr(config.data)
+        if key not in self._known:
+            self._known[key] = tokens_fact(config.data)
+        now = self._known[key]
+        return now is not None and _trained_tokens(run, config.checkpoint) not in (None, now)
+
+
+def _trained_tokens(run: RunDir, settings: CheckpointConfig) -> str | None:
+    """Return the tokens that a run's newest checkpoint names; None where there is none, or it names none."""
+    places = (settings.dir or str(run.checkpoints), fallback_place(run, settings.fallback_dir))
+    try:
+        storages = [open_storage(place) for place in places if place is not None]
+        found = split(stored_in(storages), read_lineage(run))[0]
+        state = read_manifest(storages[found[-1].place], found[-1]).state if found else {}
+    except (CheckpointError, OSError):
+        return None
+    facts = state.get("config")
+    trained = facts.get(TOKENS_FACT) if isinstance(facts, dict) else None
+    return trained if isinstance(trained, str) else None
 
 
 def adoptable_runs(plan: Submission, existing: Iterable[ExistingSweep]) -> dict[int, MemberRun]:
@@ -101,7 +154,7 @@ def adoptable_runs(plan: Submission, existing: Iterable[ExistingSweep]) -> dict[
     By the index in the plan; a finished one before one that runs. One of another cluster counts as alive
     unless its own records say that it ended. Raises LaunchError when Slurm is silent.
     """
-    wanted = {member.signature for member in plan.members}
+    wanted, tokens = {member.signature for member in plan.members}, _TokensNow(plan)
     candidates = [
         (other.sweep, other.record, member)
         for other in existing
@@ -118,7 +171,8 @@ def adoptable_runs(plan: Submission, existing: Iterable[ExistingSweep]) -> dict[
         )
         is_alive = not candidate.needs_job and candidate.state.state != _BEING_ENDED
         may_be_alive = (is_alive or unclear(candidate.state) is not None) and not _is_to_end(candidate)
-        if may_be_alive and candidate.run.path.exists() and is_better:
+        is_there = may_be_alive and candidate.run.path.exists()
+        if is_there and is_better and not tokens.differ(candidate.run, candidate.member):
             best[signature] = candidate
     return {member.index: best[member.signature] for member in plan.members if member.signature in best}
 

@@ -151,8 +151,10 @@ def resume_action(
     jobs = (member.state.job for member in kept if member.is_own_and_alive)
     living = tuple(dict.fromkeys(job for job in jobs if job))
     if site is None:
-        return SweepAction(sweep, [], kept, resume=SweepResume(sweep, record, members, is_here=True))
-    resume = SweepResume(sweep, record, members, site.share, site.array_size(), living)
+        here = SweepResume(sweep, record, members, is_here=True, overrides=changes.overrides)
+        return SweepAction(sweep, [], kept, resume=here)
+    size = site.array_size()
+    resume = SweepResume(sweep, record, members, site.share, size, living, overrides=changes.overrides)
     return SweepAction(sweep, resumed_arrays(resume), kept, resume=resume)
 
 
@@ -215,6 +217,8 @@ class SweepResume:
     living: tuple[str, ...] = ()
     # Whether its members train on this machine, without jobs.
     is_here: bool = False
+    # What changes them, as typed.
+    overrides: tuple[str, ...] = ()
 
     @property
     def attempts(self) -> dict[int, int]:
@@ -423,6 +427,9 @@ def _written(resume: SweepResume, arrays: Sequence[PlannedArray], command: Seque
     made = {resumed.member.index for resumed in resume.members if resumed.is_new}
     members = (replace(member, adopted=None) if member.index in made else member for member in record.members)
     now = {"time": time.time(), "command": list(command), "code_revision": code_revision()}
+    if resume.overrides:
+        # Whoever submits the same members again finds that these are others now.
+        now["overrides"] = list(resume.overrides)
     resumes = [*record.facts.get("resumes", []), now]
     new = replace(
         record,
@@ -436,7 +443,7 @@ def _written(resume: SweepResume, arrays: Sequence[PlannedArray], command: Seque
     for planned in arrays:
         record_jobs(sweep, planned.array, resume.attempts, but=made)
     for resumed in resume.members:
-        if resumed.config is not None and not resumed.is_new:
+        if resumed.config is not None and (resume.overrides or not resumed.is_new):
             _record_change(
                 sweep.member(resumed.member.index), resumed.config, {**now, "attempt": resumed.attempt}
             )
