@@ -19,6 +19,7 @@ from orchestra.errors import ConfigError
 
 if TYPE_CHECKING:
     from orchestra.config.compose import Composed
+    from orchestra.config.machine import Situation
 
 _SEARCH_PATH = "hydra.searchpath="
 # Options of Hydra's that mean something else here, and what to type.
@@ -47,7 +48,10 @@ class _Refused(Action):
 def add_hydra_options(parser: ArgumentParser) -> None:
     """Add --cfg, --resolve, --package, --info and --config-dir, and refuse others with what to type."""
     parser.add_argument(
-        "-c", "--cfg", choices=("job",), help="print the configuration (job) as YAML; start nothing"
+        "-c",
+        "--cfg",
+        choices=("job",),
+        help="print the configuration (job), with -m each member's, as YAML; start nothing",
     )
     parser.add_argument("--resolve", action="store_true", help="with --cfg: all values are resolved always")
     parser.add_argument("-p", "--package", metavar="KEY", help="with --cfg: print this part alone")
@@ -92,6 +96,9 @@ def answered(arguments: Namespace, verb: str) -> bool:
     arguments.overrides = home.overrides(typed, verb)
     if not (arguments.cfg or arguments.info):
         return False
+    if getattr(arguments, "multirun", False):
+        _print_members(arguments, verb)
+        return True
     composed = _composed(arguments.overrides, verb)
     if arguments.info:
         print("\n".join(_info(composed, home, arguments)))
@@ -123,14 +130,44 @@ def with_search_path(overrides: Sequence[str], folders: Sequence[str]) -> list[s
 
 def _composed(overrides: list[str], verb: str) -> Composed:
     from orchestra.config.compose import compose
-    from orchestra.config.machine import Situation, this_machine
     from orchestra.plan.assemble import for_planning
 
     if verb == "plan":
         overrides = for_planning(overrides)
-    elif verb == "submit" and not any(map(chooses_cluster, overrides)):
-        overrides = ["cluster=slurm", *overrides]
-    return compose(overrides, this_machine() if verb == "run" else Situation(verb))
+    return compose(_on_cluster(overrides, verb), _situation(verb))
+
+
+def _situation(verb: str) -> Situation:
+    from orchestra.config.machine import Situation, this_machine
+
+    return this_machine() if verb == "run" else Situation(verb)
+
+
+def _on_cluster(overrides: list[str], verb: str) -> list[str]:
+    if verb != "submit" or any(map(chooses_cluster, overrides)):
+        return overrides
+    return ["cluster=slurm", *overrides]
+
+
+def _print_members(arguments: Namespace, verb: str) -> None:
+    """Print the configuration of each member of a sweep, a YAML document each."""
+    from orchestra.config.sweep import compose_members
+    from orchestra.submit.sweeps.sweeper import names_sweeper
+
+    if arguments.info:
+        raise ConfigError(
+            "--info is about one configuration, and -m makes several; leave -m out and give one value of "
+            "each key, or see the configuration of every member with --cfg job"
+        )
+    if names_sweeper(arguments.overrides):
+        raise ConfigError(
+            "--cfg job: what a sweeper chooses depends on the results of the trials before; leave "
+            "hydra/sweeper out to see the members of a plain sweep"
+        )
+    members = compose_members(_on_cluster(arguments.overrides, verb), _situation(verb))
+    for index, member in enumerate(members):
+        title = " ".join([f"# {index:03d}", *member.chosen])
+        print(f"---\n{title}\n{_shown(member, arguments)}", end="")
 
 
 def _shown(composed: Composed, arguments: Namespace) -> str:

@@ -24,6 +24,11 @@ run --cfg job --package optim.lr -> 0 0.0003
 run --cfg hydra -> 2 choose from 'job'
 run --resolve -> 2 --cfg job
 run --info -> 0 model=debug
+run -m {CFG} train.steps=7,8 -> 0 # 001 train.steps=8
+run -m {CFG} train.steps=7,8 -p train.steps -> 0 8
+submit -m {CFG} train.steps=7,8 -p cluster.launcher -> 0 slurm
+run -m {CFG} hydra/sweeper=optuna -> 2 leave hydra/sweeper out
+run -m --info train.steps=7,8 -> 2 leave -m out and give one value of each key
 submit --cfg job -p cluster.launcher -> 0 slurm
 plan --cfg job -p cluster.hardware -> 0 h100
 run --config-dir PRESETS model=mine {CFG} -p model.hidden_size -> 0 64
