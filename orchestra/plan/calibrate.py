@@ -148,23 +148,26 @@ class MeasuredRun:
         return self.config.cluster.device is Device.cpu
 
 
-def measured_run(run: RunDir) -> MeasuredRun:
-    """Read a run. Raises ConfigError where it has too few rows, or a configuration that was not resolved."""
+def measured_run(run: RunDir, name: str = "") -> MeasuredRun:
+    """Read a run, called `name` or as its directory is. Raises ConfigError where it has too few rows, or a
+    configuration that was not resolved.
+    """
+    name = name or run.name
     config = read_config(run.config)
     rows = [row for row in read_metrics(run) if row.get("step_time_s") and row.get("memory_peak_bytes")]
     later = [row for row in rows if row["step"] > rows[0]["step"] + _FIRST_STEPS - 1]
     if not later:
         raise ConfigError(
-            f"run {run.name}: {len(rows)} rows of metrics; expected more than {_FIRST_STEPS}, since the "
+            f"run {name}: {len(rows)} rows of metrics; expected more than {_FIRST_STEPS}, since the "
             "first steps are slower; train a few more steps with train.log_every=1"
         )
     if not isinstance(config.cluster.gpus_per_node, int):
         raise ConfigError(
-            f"run {run.name}: cluster.gpus_per_node=auto is not resolved in its config.yaml; calibrate on "
+            f"run {name}: cluster.gpus_per_node=auto is not resolved in its config.yaml; calibrate on "
             "runs that were given a number"
         )
     return MeasuredRun(
-        name=run.name,
+        name=name,
         config=config,
         step_s=statistics.median(row["step_time_s"] for row in later),
         peak_bytes=float(rows[-1]["memory_peak_bytes"]),

@@ -21,6 +21,7 @@ from orchestra.errors import EXIT_DONE, ConfigError
 from orchestra.plan.calibrate import calibrated, measured_run
 from orchestra.plan.profiles import SUFFIX, Profile, write_profile
 from orchestra.plan.table import cases, read_table, taken_for, with_predictions
+from orchestra.report.run_state import name_of
 from orchestra.sizes.units import MIB
 
 # So much of a trainer's name is shown.
@@ -127,7 +128,8 @@ def _calibrate(arguments: Namespace) -> int:
         if target.suffix != SUFFIX:
             raise ConfigError(f"--output {target}: a profile's name ends in {SUFFIX}; give such a name")
         check_target("--output", target)
-    runs = [measured_run(resolve(text, run_folder(), takes_dir=False)) for text in arguments.calibrate]
+    chosen = [resolve(text, run_folder(), takes_dir=False) for text in arguments.calibrate]
+    runs = [measured_run(run, name_of(run)) for run in chosen]
     memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     profile = calibrated(runs, len(os.sched_getaffinity(0)), memory)
     print_result(arguments, lambda: asdict(profile), lambda: profile_lines(profile))

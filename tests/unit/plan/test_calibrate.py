@@ -109,6 +109,15 @@ def test_calibrating_prints_residuals_and_writes_a_profile_to_plan_with(
     plan.refusal("--calibrate", str(tmp_path / "nothing"))
 
 
+def test_a_member_of_a_sweep_is_called_by_its_sweep(tmp_path: Path, plan: PlanCommand) -> None:
+    for sweep in ("grid", "wide"):
+        run = written(tmp_path / sweep, "000", FIT["small"])
+        run.record.write_text(json.dumps({"name": "000", "sweep": sweep}))
+    printed = plan.text("--calibrate", str(tmp_path / "grid/000"), str(tmp_path / "wide/000"))
+    assert "fitted on 2 runs: grid/000, wide/000" in printed
+    assert all(f"\n{name} " in printed for name in ("grid/000", "wide/000"))
+
+
 def test_calibrating_fits_eighty_columns_with_long_names(tmp_path: Path) -> None:
     name = "a-run-whose-name-says-all-that-it-was-for"
     profile = calibrated([measured_run(written(tmp_path, name, FIT["small"]))], CORES, MEMORY)
