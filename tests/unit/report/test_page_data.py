@@ -13,6 +13,7 @@ import pytest
 from support.command_line import CommandLine
 from support.long_runs import BEGAN, RESTORE_S, START_S, STEP_S, lines, long_run, long_sweep, row
 
+from orchestra.report.layouts import read_run as read_scanned
 from orchestra.report.page.configurations import changes_between_attempts, differing
 from orchestra.report.page.curves import MOST_ROWS, curves, thinned
 from orchestra.report.page.html_page import html_page
@@ -21,6 +22,7 @@ from orchestra.report.page.own_times import MOST_COLUMNS, heat_map, slow_ones
 from orchestra.report.page.run_page import read_run, run_page
 from orchestra.report.page.sweep_page import sweep_page
 from orchestra.report.run_state import read_sweep_state
+from orchestra.run.events import read_events
 from orchestra.run.files import Record
 from orchestra.run.paths import RunDir
 from orchestra.run.record import RunPhase
@@ -220,6 +222,27 @@ def test_damaged_missing_and_strange_files_make_a_page_that_says_so(stored: Path
     empty = page_of(RunDir(tmp_path / "nothing"))
     assert "it never trained a step" in empty["verdict"]["sentence"]
     assert empty["accounts"]["wall_s"] == 0
+
+
+def test_layouts_of_no_node_and_overrides_that_are_no_list_end_no_command(
+    stored: Path, tmp_path: Path, orchestra: CommandLine
+) -> None:
+    runs = tmp_path / "runs"
+    run = RunDir(shutil.copytree(stored / "restarted", runs / "edited"))
+    record, where = json.loads(run.record.read_text()), ("--dir", str(runs))
+    newest = max(read_events(run, ("attempt_started",)), key=lambda event: int(event["attempt"]))
+    for key, overrides in (("nodes", 7), ("ranks_per_node", "x=1"), ("micro_batch_size", {"a": 1})):
+        for value in (0, -1):
+            with run.event_file("edited").open("a") as file:
+                file.write(json.dumps({**newest, "time": NOW, key: value}) + "\n")
+        run.record.write_text(json.dumps({**record, "overrides": overrides}))
+        assert page_of(run)["overrides"] == []
+        assert "edited" in orchestra("report", "edited", *where).out
+        assert "edited: " in orchestra("why", "edited", *where).out
+        assert "edited" in orchestra("watch", "edited", "--once", *where).out
+        assert read_scanned(run, NOW).name == "edited"
+    run.record.write_text(json.dumps({**record, "overrides": [None, 3, ["x"]]}))
+    assert page_of(run)["overrides"] == ["None", "3", "['x']"]
 
 
 def test_a_page_does_not_take_the_place_of_a_folder(
