@@ -51,6 +51,8 @@ from orchestra.run.planned_faults import spelled
 _MAIN = "train"
 # A vocabulary's size is padded to it: matrices of other sizes are slow, and tensor parallelism cuts them.
 _VOCABULARY_MULTIPLE = 16
+# What OmegaConf says of ${HOME}.
+_VARIABLE = re.compile(r"Interpolation key '([A-Z][A-Z0-9_]*)' not found")
 # What goes wrong where Hydra or YAML cannot use what somebody wrote.
 _UNUSABLE = (HydraException, OmegaConfBaseException, YAMLError, OSError, ValueError, TypeError)
 
@@ -194,6 +196,10 @@ def typed(values: Any) -> Config:
 def unfit(error: OmegaConfBaseException) -> ConfigError:
     """Return the error for a value that does not fit its key."""
     reason = str(error.msg or error).splitlines()[0]
+    if variable := _VARIABLE.fullmatch(reason):
+        # A line for a shell, such as one of cluster.setup.
+        name = variable[1]
+        reason += f"; a variable of the shell is written ${name} or \\${{{name}}}"
     return ConfigError(f"{error.full_key or 'a value'}: {reason}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 import types
 import typing
 from collections.abc import Iterator
@@ -105,6 +106,10 @@ def nearest_keys(name: str) -> list[str]:
     """Return up to two keys that `name` may have meant: the same last word elsewhere, what other trainers
     call so, else a similar one."""
     known = known_keys()
+    # No key has capitals.
+    name = name.lower()
+    if name in known:
+        return [name]
     leaves = [key for key in known if not known[key].is_section]
     last = name.rpartition(".")[2]
     same_word = [key for key in leaves if key.rpartition(".")[2] == last]
@@ -124,7 +129,9 @@ def nearest_keys(name: str) -> list[str]:
 
 def nearest(word: str, options: list[str]) -> str | None:
     """Return the option most like `word`; None when none is like it."""
-    return next(iter(difflib.get_close_matches(word, options, n=1, cutoff=_LIKENESS)), None)
+    as_written = difflib.get_close_matches(word, options, n=1, cutoff=_LIKENESS)
+    in_small = difflib.get_close_matches(word.lower(), options, n=1, cutoff=_LIKENESS)
+    return next(iter([*as_written, *in_small]), None)
 
 
 def wrong_type(key: Key, name: str, value: Any) -> str:
@@ -135,9 +142,20 @@ def wrong_type(key: Key, name: str, value: Any) -> str:
     hint = _without_none(key.type)
     if hint is int and isinstance(value, float) and value.is_integer():
         return f"{found}: expected a whole number without a point or exponent; write {int(value)}"
+    if takes_texts(key) and isinstance(value, str):
+        return (
+            f"{found}: found text, expected a list, each element text; write {key.name}=[{_element(value)}]"
+        )
     is_list = isinstance(value, list) and value and typing.get_origin(hint) is list
     what = f"a list that begins with {_kind(value[0])}" if is_list else _kind(value)
     return f"{found}: found {what}, {_expected(key)}"
+
+
+def _element(text: str) -> str:
+    """Return a text as an element of a list is written."""
+    if re.fullmatch(r"[\w.+-]+( [\w.+-]+)*", text):
+        return text
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def empty(key: Key, name: str) -> str:
@@ -148,6 +166,11 @@ def empty(key: Key, name: str) -> str:
 def takes_text(key: Key) -> bool:
     """Return whether `key` takes a text (or null), so that 1.10 is meant as it is typed."""
     return _without_none(key.type) is str
+
+
+def takes_list(key: Key) -> bool:
+    """Return whether `key` takes a list, of whatever."""
+    return typing.get_origin(_without_none(key.type)) is list
 
 
 def takes_texts(key: Key) -> bool:

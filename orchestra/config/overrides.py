@@ -15,7 +15,7 @@ from typing import Any
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import ChoiceSweep, Override
 from hydra.errors import HydraException
 
 from orchestra.config.keys import (
@@ -25,6 +25,7 @@ from orchestra.config.keys import (
     inside,
     nearest,
     shown,
+    takes_list,
     takes_text,
     takes_texts,
     unknown_key,
@@ -244,6 +245,22 @@ def _plain(override: Override) -> Any:
     return plain_list(key, override._value)
 
 
+def values_as_typed(override: Override) -> list[str] | None:
+    """Return the overrides of a choice whose key takes texts, with those that look like a number as they were
+    typed: 1.10 of 1.10,1.20 and 1e5. None for other choices, which Hydra expands.
+    """
+    key, values = find_key(override.key_or_group), override.value()
+    takes_any = override.key_or_group in GROUPS or (key is not None and takes_text(key))
+    if not takes_any or not isinstance(values, ChoiceSweep) or values.shuffle or values.tags:
+        return None
+    raw = re.sub(r"^choice\((.*)\)$", r"\1", _raw(override))
+    elements = [element.strip() for element in raw.split(",")]
+    is_plain = all(map(_PLAIN.fullmatch, elements)) and len(elements) == len(values.list)
+    if not is_plain or not any(map(_is_number, values.list)):
+        return None
+    return [f"{str(override.input_line).partition('=')[0]}={element}" for element in elements]
+
+
 def _is_number(value: object) -> bool:
     return isinstance(value, (bool, int, float))
 
@@ -294,10 +311,16 @@ def _reason(raw: str, error: Exception) -> str:
 
 
 def _sweep(override: Override) -> str:
+    name = override.key_or_group
+    key = find_key(name)
+    other = ""
+    if key is not None and takes_list(key):
+        other = f" (a list is written {name}=[…])"
+    elif key is not None and (takes_text(key) or key.is_free):
+        other = f""" (one with commas in it is written "{name}='a,b'")"""
     return (
-        f"{override.input_line}: several values for one run; give one value (a list is written "
-        f"{override.key_or_group}=[…]); `orchestra run -m` trains and "
-        "`orchestra submit -m` submits a run for each of them"
+        f"{override.input_line}: several values for one run; give one value{other}; `orchestra run -m` "
+        "trains and `orchestra submit -m` submits a run for each of them"
     )
 
 
@@ -309,7 +332,7 @@ def _group_problems(override: Override, tree: Tree) -> Iterator[str]:
     value = override.value()
     if override.package is not None:
         yield f"{override.input_line}: groups always go to their own section; write {group}={shown(value)}"
-    elif override.is_add():
+    elif override.is_add() or override.is_force_add():
         yield f"{override.input_line}: {group} has its place already; write {group}={shown(value)}"
     elif override.is_delete() or value is None:
         if group != "experiment":

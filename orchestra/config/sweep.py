@@ -19,7 +19,7 @@ from typing import Any, cast
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.config_loader import ConfigLoader
-from hydra.core.override_parser.types import Glob, Override, RangeSweep
+from hydra.core.override_parser.types import ChoiceSweep, Glob, Override, RangeSweep, Sweep
 from hydra.errors import HydraException
 
 from conf.schema import Config
@@ -35,6 +35,7 @@ from orchestra.config.overrides import (
     hydra_setting,
     parse_overrides,
     tree_of,
+    values_as_typed,
 )
 from orchestra.config.preset_files import GROUPS, Tree
 from orchestra.errors import ConfigError
@@ -176,6 +177,14 @@ def _range_problem(values: RangeSweep) -> str | None:
 
 def _swept(override: Override, reader: Reader, problems: list[str]) -> Axis:
     """Expand one override by Hydra's own sweeper; nothing to choose from is a mistake here, not an end."""
+    if (texts := values_as_typed(override)) is not None:
+        return tuple(reader.choice(text, is_swept=True) for text in texts)
+    if _holds_a_sweep(override):
+        problems.append(
+            f"{override.input_line}: a range or a choice is all values of its key and stands alone; list the "
+            f"values instead ({override.key_or_group}=1,2,7)"
+        )
+        return ()
     try:
         (batch,) = BasicSweeper.split_arguments([override], None)
     except (HydraException, ValueError, TypeError) as error:
@@ -187,6 +196,12 @@ def _swept(override: Override, reader: Reader, problems: list[str]) -> Axis:
         there = f"; there are {names}" if override.key_or_group in GROUPS else ""
         problems.append(f"{override.input_line}: no value at all{there}")
     return axis
+
+
+def _holds_a_sweep(override: Override) -> bool:
+    """Whether one of several values is a sweep itself: range(1,4),7."""
+    values = override.value()
+    return isinstance(values, ChoiceSweep) and any(isinstance(value, Sweep) for value in values.list)
 
 
 def _too_many(number: int) -> str:

@@ -142,6 +142,15 @@ def test_any_member_of_any_sweep_equals_a_run_of_its_own(overrides: list[str], d
     assert member.config == compose(member.overrides, ON_CLUSTER).config
 
 
+def test_swept_texts_that_look_like_numbers_stay_as_they_were_typed() -> None:
+    made = members("wandb.group=1.10,1.1,null,x", "cluster.account=choice(0123, 1e5)")
+    pairs = [(member.config.wandb.group, member.config.cluster.account) for member in made[::2]]
+    assert pairs == [("1.10", "0123"), ("1.1", "0123"), (None, "0123"), ("x", "0123")]
+    assert made[1].chosen == ("wandb.group=1.10", "cluster.account=1e5")
+    for member in made:
+        assert member.config == compose(member.overrides, ON_CLUSTER).config
+
+
 def test_a_shuffled_choice_gives_every_value_once() -> None:
     made = members("train.seed=shuffle(range(6))", "optim.lr=shuffle(1e-4,3e-4)")
     pairs = [(member.config.train.seed, member.config.optim.lr) for member in made]
@@ -184,6 +193,7 @@ def test_presets_of_the_users_own_folder_are_swept_globbed_and_give_all_members_
         (["train.seed=shuffle(range(0,1000000000))"], ["1,000,000,000 members", f"{MOST_MEMBERS:,}"]),
         (["train.seed=range(0,200)", "train.steps=range(1,201)"], ["40,000 members"]),
         (["train.seed=choice()"], ["train.seed=choice()"]),
+        (["train.seed=range(1,4),7"], ["train.seed=range(1,4),7: a range or a choice", "train.seed=1,2,7"]),
         (["train.seed=1,"], ["train.seed=1,", "cannot be read"]),
         (["checkpoint.dir=s3://x/y", "train.seed=1,2"], ["checkpoint.dir=s3://x/y", "needs its own"]),
         (["parallelism.tp=1,3"], ["parallelism.tp=3 does not divide"]),
