@@ -204,6 +204,26 @@ def test_all_that_is_wrong_with_a_request_is_told_at_once(tmp_path: Path) -> Non
         assert words in problem
 
 
+def test_an_empty_input_is_not_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text("not asked for")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="INPUT '': names nothing"):
+        find_inputs([""])
+
+
+def test_tokens_of_another_program_are_not_written_over(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "out.bin").write_text("a day's work")
+    with pytest.raises(ConfigError, match=r"out\.bin exists"):
+        run(tmp_path, tmp_path / "a.txt")
+    assert (tmp_path / "out.bin").read_text() == "a day's work"
+
+
+def test_a_host_that_cannot_be_reached_is_named_with_its_url() -> None:
+    with pytest.raises(ConfigError, match=r"ftp://127\.0\.0\.1:1/a\.txt: cannot be reached"):
+        find_inputs(["ftp://127.0.0.1:1/a.txt"])
+
+
 def test_urls_are_read_and_written(tmp_path: Path) -> None:
     system = fsspec.filesystem("memory")
     system.pipe_file("/texts/a.jsonl", json_lines(["one", "two"]))
