@@ -101,6 +101,12 @@ def open_tokenizer(name: str, separator: str | None = None) -> Tokenizer:
     return HuggingFaceTokenizer(path / "tokenizer.json" if path.is_dir() else path, separator)
 
 
+def name_of_token(path: Path, token: int) -> str | None:
+    """Return what a tokenizer.json calls a token; None where it has none of that id. Raises ConfigError."""
+    name: str | None = _parsed(_read(path), path).id_to_token(token)
+    return name
+
+
 def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()

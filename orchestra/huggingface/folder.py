@@ -193,6 +193,8 @@ def absence(place: str) -> str | None:
     seen: `open_folder` tells why.
     """
     place, parent, name = _parted(place)
+    if "://" not in place and os.path.isfile(place):  # noqa: PTH113  text, not files
+        return f"{place} is a file; {_WANTED}"
     with contextlib.suppress(CheckpointError):
         if _is_folder(parent, name) and not open_storage(parent).names(name):
             return _ABSENT.format(place)
