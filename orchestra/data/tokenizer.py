@@ -76,6 +76,10 @@ class HuggingFaceTokenizer:
         self.separator_id: int = (
             separator if isinstance(separator, int) else _separator_id(vocabulary, separator, path)
         )
+        name = self._tokenizer.id_to_token(self.separator_id)
+        if name is not None:
+            # Added tokens that nobody called special are found in any text.
+            self._tokenizer.add_special_tokens([name])
 
     def encode(self, texts: Sequence[str]) -> list[Encoded]:
         parts_of_texts = [_parts(text) for text in texts]

@@ -149,6 +149,19 @@ def test_tokenizer_adds_nothing_and_decodes_to_the_documents(tmp_path: Path, bpe
     assert [parsed.decode(file.tokens[start:end].tolist()) for start, end in pairs] == documents
 
 
+def test_no_text_spells_the_separator_whatever_kind_of_token_it_is(tmp_path: Path, bpe: Path) -> None:
+    from tokenizers import AddedToken, Tokenizer
+
+    parsed = Tokenizer.from_file(str(bpe))
+    parsed.add_tokens([AddedToken("<fin>", special=False)])
+    parsed.save(str(tmp_path / "tokenizer.json"))
+    opened = tokenizer.open_tokenizer(str(tmp_path), "<fin>")
+    (encoded,) = opened.encode(["it ends with <fin> here"])
+    assert opened.separator_id == parsed.token_to_id("<fin>") == opened.vocab_size - 1
+    assert opened.separator_id not in encoded
+    assert opened.decode(encoded.tolist()) == "it ends with <fin> here"
+
+
 def test_long_document_goes_through_the_tokenizer_in_parts(
     monkeypatch: pytest.MonkeyPatch, bpe: Path
 ) -> None:
