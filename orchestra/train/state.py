@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import platform
 import sys
 import threading
 import zlib
@@ -70,6 +71,8 @@ _LATENT_KEYS = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head
 _ORDER_KEYS = ("train.seed", "train.seq_len", "data.source", "data.path", "data.source_identity")
 # Of token files: how many tokens, of which type, and a checksum of their blocks' checksums.
 _TOKENS_KEY = "data.tokens"
+# Of the standard library: the Python that it is of.
+_LIBRARY_KEY = "data.stdlib"
 # Of plug-ins: only where there are some.
 _PLUGGED_KEYS = ("model.block", "model.block_options", "data.source_identity")
 # What the optimizer's moments are kept in: a checkpoint holds their bits.
@@ -396,7 +399,9 @@ def facts(config: Config) -> dict[str, Any]:
 
 
 def _of_tokens(data: DataConfig) -> dict[str, Any]:
-    """Return what tells token files of this machine from others that take their place."""
+    """Return what tells token files of this machine, or a library, from others that take their place."""
+    if data.source == Source.stdlib:
+        return {_LIBRARY_KEY: f"Python {platform.python_version()}"}
     if data.source != Source.tokens:
         return {}
     paths = [part.path for part in data.blend] if data.path is None else [data.path]
@@ -442,13 +447,15 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[
         )
     order = [
         f"{key}={saved[key]} (this run has {now[key]})"
-        for key in (*_ORDER_KEYS, _TOKENS_KEY)
+        for key in (*_ORDER_KEYS, _TOKENS_KEY, _LIBRARY_KEY)
         if key in differing
     ]
     if order:
         back = "put the old values back into the run's config.yaml"
         if _TOKENS_KEY in differing:
             back = "bring back the token files that lay there"
+        elif _LIBRARY_KEY in differing:
+            back = "go on with that Python"
         raise UnusableCheckpointError(
             f"the checkpoint was written with {', '.join(order)}: other samples would come next, some twice "
             f"or never; {back}, or begin a new run with a checkpoint.dir of its own"
