@@ -218,6 +218,15 @@ def other_source(data: DataConfig, identity: str) -> str:
     )
 
 
+def no_separator(source: str) -> str:
+    """Return the sentence for a source whose documents are to be masked, and which tells none apart."""
+    return (
+        f"data.document_masks=true goes by the token that ends each document, and data.source={source} names "
+        "none; let what it returns have separator_id, where its documents end with that, or use "
+        "data.document_masks=false"
+    )
+
+
 def one_line(error: BaseException) -> str:
     """Return the kind of an error and the first line of what it says."""
     first = str(error).strip().splitlines()[:1]

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from fsspec.core import url_to_fs
+from fsspec.dircache import DirCache
 from fsspec.spec import AbstractBufferedFile
 
 from checkpointing.checkpoint_errors import StorageError
@@ -291,6 +292,7 @@ def _opened(url: str, place: str) -> tuple[Any, str]:
             raise StorageError(f"{place}: {said}") from error
         raise StorageError(f"{place}: {reason(error)}") from error
     listings = getattr(file_system, "dircache", None)
-    if listings is not None:
+    # Hugging Face's keeps a dict, which cannot be told; it is emptied before each look (`_unless_missing`).
+    if isinstance(listings, DirCache):
         listings.use_listings_cache = False
     return file_system, str(root)

@@ -142,12 +142,17 @@ def _key_meant(option: str, value: str) -> str | None:
     return f"write {key}={value if value and says_the_same(name) else 'VALUE'}"
 
 
+# What pathlib says of ~NAME.
+_NO_HOME = "Could not determine home directory."
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `orchestra ARGV…` and return its exit code (see orchestra.errors)."""
     _make_streams_safe()
+    words = list(sys.argv[1:] if argv is None else argv)
     try:
         with closed_to_others():
-            code = _dispatch(list(sys.argv[1:] if argv is None else argv))
+            code = _dispatch(words)
         sys.stdout.flush()
         return code
     except OrchestraError as error:
@@ -162,6 +167,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         reason = error.strerror or str(error)
         _complain([reason if error.filename is None else f"{error.filename}: {reason}"])
         return EXIT_FAILED
+    except RuntimeError as error:
+        if str(error) != _NO_HOME:
+            raise
+        named = " ".join(word for word in words if "~" in word) or "a path"
+        _complain([f"{named}: nobody here has the name after ~, or no home folder; write the path out"])
+        return EXIT_USAGE
     finally:
         _flush_or_drop()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from conf.schema import DataConfig, Source
@@ -29,7 +29,7 @@ moved, --tokenizer says where it is now.
 
 def add_arguments(parser: ArgumentParser) -> None:
     add_run_arguments(parser, step_help=None)
-    parser.add_argument("text", metavar="TEXT", help="what the sample goes on from")
+    parser.add_argument("text", type=_utf8, metavar="TEXT", help="what the sample goes on from")
     parser.add_argument(
         "--step", type=_number(int, 0), metavar="STEP", help="default: the newest that is intact"
     )
@@ -65,6 +65,14 @@ def _number(kind: type[int] | type[float], least: float) -> Callable[[str], floa
     return read
 
 
+def _utf8(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ArgumentTypeError(f"character {error.start} is not UTF-8; give text in UTF-8") from error
+    return text
+
+
 def _share(text: str) -> float:
     try:
         value = float(text)
@@ -92,13 +100,22 @@ def run(arguments: Namespace) -> int:
         "seed": arguments.seed,
     }
     step, found = ask(place, arguments.step, "generate", request)
-    text = tokenizer.decode(found["tokens"])
+    text = continuation(tokenizer, encoded.tolist(), found["tokens"])
     if arguments.json:
         facts = {"run": name_of(place.run), "step": step, "prompt": arguments.text, "text": text}
         print(json.dumps({**facts, **found}))
     else:
         print(arguments.text + text)
     return EXIT_DONE
+
+
+def continuation(tokenizer: Tokenizer, before: Sequence[int], tokens: Sequence[int]) -> str:
+    """Return the text by which `tokens` go on from those before them.
+
+    Alone they would read as the beginning of a text, where many tokenizers leave out a space.
+    """
+    begin, whole = tokenizer.decode(before), tokenizer.decode([*before, *tokens])
+    return whole.removeprefix(begin) if whole.startswith(begin) else tokenizer.decode(tokens)
 
 
 def tokenizer_of(data: DataConfig, given: str | None) -> Tokenizer:

@@ -230,11 +230,12 @@ def _problems_of_output(prefix: str) -> list[str]:
         return [f"--output {prefix}: names a folder; give a PREFIX, as in folder/name"]
     try:
         system, path = file_system(prefix)
-        is_taken = system.exists(f"{path}.json")
+        # Without an index a .bin may be anybody's: other programs call their tokens so too.
+        taken = [name for name in (".json", ".bin") if system.exists(f"{path}{name}")]
     except (DataError, OSError) as error:
         return [f"--output {prefix}: cannot be looked at ({error})"]
-    if is_taken:
-        return [f"--output {prefix}: {prefix}.json exists; give another name or remove it"]
+    if taken:
+        return [f"--output {prefix}: {prefix}{taken[0]} exists; give another name or remove it"]
     return []
 
 

@@ -179,6 +179,10 @@ def find_inputs(patterns: list[str]) -> list[InputFile]:
     inputs: dict[str, InputFile] = {}
     problems = []
     for pattern in patterns:
+        if not pattern.strip():
+            # As a path it would be the working directory and all that lies below it.
+            problems.append(f"INPUT {pattern!r}: names nothing; give files, folders, patterns or URLs")
+            continue
         try:
             files = _matches(pattern)
         except DataError as error:

@@ -35,7 +35,7 @@ from orchestra.data.token_files import (
     unlike_parts,
 )
 from orchestra.errors import DataError
-from orchestra.plugins import is_plugin
+from orchestra.plugins import is_plugin, no_separator
 
 Tokens = npt.NDArray[np.generic]
 
@@ -289,12 +289,18 @@ def open_source(data: DataConfig, seq_len: int, *, held_out: bool = False) -> Sa
     return open_blend(data, seq_len)
 
 
-def separator_of(data: DataConfig) -> int:
+def separator_of(data: DataConfig, seq_len: int) -> int:
     """Return the token that ends each document. Reads an index and no tokens: parts that differ are refused
-    when the source is opened. Raises DataError where no token can be it.
+    when the source is opened; a plug-in is made to be asked. Raises DataError where no token can be it,
+    ConfigError where the plug-in cannot be had.
     """
     if data.source == Source.stdlib:
         return BYTES_SEPARATOR
+    if is_plugin(data.source):
+        named = open_plugged(data, seq_len).separator_id
+        if named is None:
+            raise DataError(no_separator(data.source))
+        return named
     path = _parts(data)[0].path
     index = index_of(path)
     check_separator(index, path)

@@ -318,6 +318,8 @@ def file_system(url: str) -> tuple[Any, str]:
         system, path = fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:
         raise DataError(f"{url}: {error}; for s3:// install orchestra-train[s3]") from error
+    except OSError as error:
+        raise DataError(f"{url}: cannot be reached ({error.strerror or error})") from error
     return system, str(path)
 
 

@@ -76,6 +76,10 @@ class HuggingFaceTokenizer:
         self.separator_id: int = (
             separator if isinstance(separator, int) else _separator_id(vocabulary, separator, path)
         )
+        name = self._tokenizer.id_to_token(self.separator_id)
+        if name is not None:
+            # Added tokens that nobody called special are found in any text.
+            self._tokenizer.add_special_tokens([name])
 
     def encode(self, texts: Sequence[str]) -> list[Encoded]:
         parts_of_texts = [_parts(text) for text in texts]
@@ -99,6 +103,12 @@ def open_tokenizer(name: str, separator: str | None = None) -> Tokenizer:
         return ByteTokenizer()
     path = Path(name).expanduser()
     return HuggingFaceTokenizer(path / "tokenizer.json" if path.is_dir() else path, separator)
+
+
+def name_of_token(path: Path, token: int) -> str | None:
+    """Return what a tokenizer.json calls a token; None where it has none of that id. Raises ConfigError."""
+    name: str | None = _parsed(_read(path), path).id_to_token(token)
+    return name
 
 
 def _read(path: Path) -> bytes:

@@ -242,6 +242,7 @@ _NUM_THREADS = 4
 # What most published models have; 50 GB, transformers' own since version 5, is more than S3 takes in one put.
 DEFAULT_MAX_FILE_BYTES = 5 * 10**9
 TOKENIZER = "tokenizer.json"
+_TOKENIZER_CONFIG = "tokenizer_config.json"
 _GENERATION_CONFIG = "generation_config.json"
 
 
@@ -250,7 +251,7 @@ class ExportRequest:
     """What to write: where to, numbers of which type (safetensors' name), and the largest file.
 
     `end_of_text` is the token that ends a document, None where that is not known; `tokenizer` the file that
-    is copied beside the weights, if any.
+    is copied beside the weights, if any, and `separator` what that calls the token.
     """
 
     target: Path
@@ -258,6 +259,7 @@ class ExportRequest:
     max_file_bytes: int = DEFAULT_MAX_FILE_BYTES
     end_of_text: int | None = None
     tokenizer: Path | None = None
+    separator: str | None = None
 
 
 @dataclass(frozen=True)
@@ -322,10 +324,20 @@ def plan_export(manifest: Manifest, model: ModelConfig, wanted: ExportRequest) -
     files = plan_files(parts, wanted.dtype, wanted.max_file_bytes)
     num_parameters = sum(Box.whole(shape).num_elements for shape in parameter_shapes(model).values())
     texts: dict[str, Any] = {CONFIG: document, _GENERATION_CONFIG: {"eos_token_id": wanted.end_of_text}}
+    if wanted.tokenizer is not None:
+        texts[_TOKENIZER_CONFIG] = _tokenizer_document(wanted.separator)
     if len(files) > 1:
         num_bytes = sum(tensor.num_bytes for file in files for tensor in file.pieces)
         texts[INDEX] = index_document(files, num_bytes, num_parameters)
     return ExportPlan(wanted, files, {part.name: part for part in parts}, texts, num_parameters)
+
+
+def _tokenizer_document(separator: str | None) -> dict[str, Any]:
+    """Return tokenizer_config.json, by which transformers takes the file as it is. By itself it takes the
+    class of the model's architecture, and Qwen's puts its own rules of splitting in the place of the file's.
+    """
+    document = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    return document if separator is None else {**document, "eos_token": separator}
 
 
 def write_export(storage: Storage, manifest: Manifest, plan: ExportPlan, folder: str | None = None) -> None:
@@ -354,6 +366,11 @@ def _draft(target: Path) -> Iterator[Path]:
     draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
         draft.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--to {target}: cannot be written ({error.strerror or error}); choose another place"
+        ) from error
+    try:
         yield draft
         sync_folder(draft)
         _take_place(draft, target)

@@ -193,6 +193,8 @@ def absence(place: str) -> str | None:
     seen: `open_folder` tells why.
     """
     place, parent, name = _parted(place)
+    if "://" not in place and os.path.isfile(place):  # noqa: PTH113  text, not files
+        return f"{place} is a file; {_WANTED}"
     with contextlib.suppress(CheckpointError):
         if _is_folder(parent, name) and not open_storage(parent).names(name):
             return _ABSENT.format(place)
@@ -235,8 +237,11 @@ def _json(storage: Storage, path: str, place: str) -> Any:
 
 
 def _files(storage: Storage, name: str, present: list[str]) -> list[str]:
-    """Return the files that hold the weights: what the index lists, else the one file there is."""
+    """Return the files that hold the weights: the one file, else what the index lists."""
     place = f"{storage.place}/{name}"
+    if SINGLE_FILE in present:
+        # As transformers does, which leaves the index of an earlier save where a model became one file.
+        return [SINGLE_FILE]
     if INDEX in present:
         document = _json(storage, f"{name}/{INDEX}", f"{place}/{INDEX}")
         mapping = document.get("weight_map") if isinstance(document, dict) else None
@@ -247,8 +252,6 @@ def _files(storage: Storage, name: str, present: list[str]) -> list[str]:
             raise DataError(f"{place}/{INDEX}: {found}, expected names of *.safetensors beside it")
         return files
     files = [file for file in present if file.endswith(".safetensors")]
-    if SINGLE_FILE in files:
-        return [SINGLE_FILE]
     if len(files) > 1:
         raise DataError(f"{place}: {len(files)} *.safetensors and no {INDEX}; copy the folder again, with it")
     if not files:

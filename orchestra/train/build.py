@@ -217,7 +217,7 @@ def meta_model(config: Config) -> Transformer:
     Raises DataError where documents are to be masked and nobody knows what ends them, ConfigError for a loss
     or a layer that cannot be had.
     """
-    separator_id = separator_of(config.data) if config.data.document_masks else None
+    separator_id = separator_of(config.data, config.train.seq_len) if config.data.document_masks else None
     with torch.device("meta"), NoTorchInit():
         model = Transformer(config.model, config.train.loss_chunk_tokens, separator_id, make_block(config))
     model.share_of = share_of(config.model, config.optim)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import platform
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +34,7 @@ from checkpointing.manifest import Manifest
 from checkpointing.outages import OutagePatience, is_passing
 from checkpointing.peers import Peers
 from checkpointing.shards import Shard, whole
-from conf.schema import CheckpointConfig, Config, Family
+from conf.schema import CheckpointConfig, Config, DataConfig, Family, Source
 from orchestra.data.token_files import TOKENS_FACT, tokens_fact
 from orchestra.errors import StorageOutageError, TrainingError, UnusableCheckpointError
 from orchestra.optim.adamw import Trained
@@ -66,6 +67,8 @@ _MIXTURE_KEYS = (
 _LATENT_KEYS = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 # Choices that decide which samples come next: a run keeps them, as `orchestra resume` says too.
 _ORDER_KEYS = ("train.seed", "train.seq_len", "data.source", "data.path", "data.source_identity")
+# Of the standard library: the Python that it is of.
+_LIBRARY_KEY = "data.stdlib"
 # Of plug-ins: only where there are some.
 _PLUGGED_KEYS = ("model.block", "model.block_options", "data.source_identity")
 # What the optimizer's moments are kept in: a checkpoint holds their bits.
@@ -388,8 +391,15 @@ def facts(config: Config) -> dict[str, Any]:
     values = {key: value for key, value in values.items() if value or key not in _PLUGGED_KEYS}
     named = {key: value.name if isinstance(value, Enum) else value for key, value in values.items()}
     others = {"model.head_dim": head_dim(config.model), "precision": config.precision.name.name}
-    tokens = tokens_fact(config.data)
-    return {**named, **others, **({} if tokens is None else {TOKENS_FACT: tokens})}
+    return {**named, **others, **_of_data(config.data)}
+
+
+def _of_data(data: DataConfig) -> dict[str, Any]:
+    """Return what tells token files of this machine, or a library, from others that take their place."""
+    if data.source == Source.stdlib:
+        return {_LIBRARY_KEY: f"Python {platform.python_version()}"}
+    tokens = tokens_fact(data)
+    return {} if tokens is None else {TOKENS_FACT: tokens}
 
 
 def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[Any]]:
@@ -420,13 +430,15 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[
         )
     order = [
         f"{key}={saved[key]} (this run has {now[key]})"
-        for key in (*_ORDER_KEYS, TOKENS_FACT)
+        for key in (*_ORDER_KEYS, TOKENS_FACT, _LIBRARY_KEY)
         if key in differing
     ]
     if order:
         back = "put the old values back into the run's config.yaml"
         if TOKENS_FACT in differing:
             back = "bring back the token files that lay there"
+        elif _LIBRARY_KEY in differing:
+            back = "go on with that Python"
         raise UnusableCheckpointError(
             f"the checkpoint was written with {', '.join(order)}: other samples would come next, some twice "
             f"or never; {back}, or begin a new run with a checkpoint.dir of its own"

@@ -42,7 +42,8 @@ Writes config.json and safetensors files that `transformers` loads:
 
 Every byte that is read is compared with its checksum. Where no STEP is given, the newest checkpoint that is
 intact is taken. --dtype fp32 keeps the numbers as they were trained; bf16 and fp16 round to nearest.
-The tokenizer.json that packed the data goes along where it lies beside the token file, or is named.
+The tokenizer.json that packed the data goes along where it lies beside the token file, or is named, with a
+tokenizer_config.json by which transformers takes it as it is.
 """
 
 
@@ -71,13 +72,14 @@ def _size(text: str) -> int:
 
 @dataclass(frozen=True)
 class ExportTokenizer:
-    """What turned the text into tokens: its name, the token that ends a document, and its file here; None:
-    not known.
+    """What turned the text into tokens: its name, the token that ends a document, its file here, and what
+    that calls the token; None: not known.
     """
 
     name: str | None = None
     end_of_text: int | None = None
     file: Path | None = None
+    separator: str | None = None
 
 
 def run(arguments: Namespace) -> int:
@@ -96,6 +98,7 @@ def run(arguments: Namespace) -> int:
         max_file_bytes=arguments.max_shard_size,
         end_of_text=tokenizer.end_of_text,
         tokenizer=tokenizer.file,
+        separator=tokenizer.separator,
     )
     refuse_target(wanted.target)
     with explained():
@@ -150,7 +153,7 @@ def tokenizer_of(data: DataConfig, given: str | None = None) -> ExportTokenizer:
     its file is the one that is `given`, else beside the token file. Raises ConfigError where a given one is
     not that which packed the data.
     """
-    from orchestra.data.tokenizer import BYTES, ByteTokenizer
+    from orchestra.data.tokenizer import BYTES, ByteTokenizer, name_of_token
 
     index, beside = None, Path()
     if data.source == Source.stdlib and given is None:
@@ -172,7 +175,10 @@ def tokenizer_of(data: DataConfig, given: str | None = None) -> ExportTokenizer:
         raise ConfigError(f"--tokenizer {given}: is not the file that packed the run's data: {expected}")
     if index is None:
         return ExportTokenizer()
-    return ExportTokenizer(index.tokenizer, index.separator_id, file if is_same else None)
+    if not is_same:
+        return ExportTokenizer(index.tokenizer, index.separator_id)
+    name = name_of_token(file, index.separator_id)
+    return ExportTokenizer(index.tokenizer, index.separator_id, file, name)
 
 
 def _sha256(file: Path) -> str:

@@ -59,11 +59,11 @@ def rule_eval_data(config: Config, _: Situation) -> Iterator[str]:
 
 
 def rule_eval_documents(config: Config, situation: Situation) -> Iterator[str]:
-    """The model tells documents apart by the training's separator, also those of a plug-in that it is
-    evaluated on, which has to name the same one.
+    """The model tells documents apart by the training's separator, also where one of both is a plug-in: that
+    it is evaluated on has to name the same one.
     """
     given, training = config.eval.data, _packed_with(config.data)
-    if not config.data.document_masks or not given or is_plugin(config.data.source):
+    if not config.data.document_masks or not given:
         return
     try:
         sources = held_out_data(config)
@@ -71,16 +71,19 @@ def rule_eval_documents(config: Config, situation: Situation) -> Iterator[str]:
         # Another rule tells.
         return
     facts = plugin_facts(config)
+    ours = facts.separators.get("data.source") if training is None else training[2]
     for name, data in sources.items():
         key = "eval.data.source" if "source" in given else f"eval.data.{name}.source"
-        if not is_plugin(data.source) or key not in facts.vocabularies:
+        is_plugged, packed = is_plugin(data.source), _packed_with(data)
+        # Of packed files beside packed ones another rule tells.
+        if (key not in facts.vocabularies) if is_plugged else (packed is None or training is not None):
             continue
-        separator = facts.separators.get(key)
-        if separator is not None and training is not None and separator != training[2]:
-            yield other_separator(name, separator, training[2], is_packed=False)
+        separator = facts.separators.get(key) if packed is None else packed[2]
+        if separator is not None and ours is not None and separator != ours:
+            yield other_separator(name, separator, ours, is_packed=not is_plugged)
         elif separator is None and not situation.from_step and situation.verb != "resume":
             # A run that goes on is evaluated as it was.
-            its = "the training's" if training is None else str(training[2])
+            its = "the training's" if ours is None else str(ours)
             yield (
                 f"eval.data.{name}: data.document_masks=true goes by the token that ends each document of "
                 f"the training, and {data.source} names none; let what it returns have separator_id={its}, "

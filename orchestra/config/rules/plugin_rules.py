@@ -10,7 +10,7 @@ from conf.schema import Config, Offload, OptimConfig, PrecisionName
 from orchestra.config.keys import shown
 from orchestra.config.machine import Situation
 from orchestra.config.plugin_facts import plugin_facts
-from orchestra.plugins import is_plugin, other_source
+from orchestra.plugins import is_plugin, no_separator, other_source
 
 # What AdamW alone reads, and where another optimizer is told the same.
 _ADAMW_ALONE = ("weight_decay", "betas", "eps", "state_dtype")
@@ -122,11 +122,8 @@ def rule_source(config: Config, _: Situation) -> Iterator[str]:
         return
     if None not in (facts.identity, data.source_identity) and facts.identity != data.source_identity:
         yield other_source(data, str(facts.identity))
-    if data.document_masks:
-        yield (
-            f"data.document_masks=true goes by the separator of token files, and data.source={data.source} "
-            "reads none; use data.document_masks=false"
-        )
+    if data.document_masks and "data.source" not in facts.separators:
+        yield no_separator(data.source)
 
 
 def rule_optimizer(config: Config, _: Situation) -> Iterator[str]:

@@ -148,15 +148,16 @@ def _chosen(source: SampleSource, limit: int | None) -> Int64:
 def open_held_out(sources: Mapping[str, DataConfig], config: Config) -> dict[str, SampleSource]:
     """Open the sources of `held_out_data`. Raises DataError where the model cannot read one."""
     opened = {}
-    ours = separator_of(config.data) if config.data.document_masks else None
+    seq_len = config.train.seq_len
+    ours = separator_of(config.data, seq_len) if config.data.document_masks else None
     for name, data in sources.items():
-        source = open_source(data, config.train.seq_len, held_out=True)
+        source = open_source(data, seq_len, held_out=True)
         if ours is not None:
-            theirs = source.separator_id if isinstance(source, PluggedSamples) else separator_of(data)
+            is_plugged = isinstance(source, PluggedSamples)
+            theirs = source.separator_id if is_plugged else separator_of(data, seq_len)
             if theirs is not None and theirs != ours:
                 # Where they can be seen there, the rules have checked this before anything started.
-                is_packed = not isinstance(source, PluggedSamples)
-                raise DataError(other_separator(name, theirs, ours, is_packed=is_packed))
+                raise DataError(other_separator(name, theirs, ours, is_packed=not is_plugged))
         if source.vocab_size > config.model.vocab_size:
             raise DataError(
                 f"eval.data.{name} has {source.vocab_size} tokens in its vocabulary, the model "

@@ -14,6 +14,9 @@ from torch import Tensor
 
 from orchestra.model.transformer import Transformer
 
+# The smallest normal number of fp32: smaller ones would be 0, and the largest logit's share 0 ÷ 0.
+_LEAST_TEMPERATURE = torch.finfo(torch.float32).tiny
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -61,10 +64,13 @@ def chosen(logits_V: Tensor, choice: Choice, generator: torch.Generator) -> int:
     """Return one token by its logits [V] (fp32, host)."""
     if choice.temperature == 0:
         return int(logits_V.argmax())
-    sorted_V, token_V = torch.softmax(logits_V / choice.temperature, dim=-1).sort(
+    # Below the largest logit: near 0 the temperature would make infinities of numbers above 0.
+    below_V = logits_V - logits_V.max()
+    sorted_V, token_V = torch.softmax(below_V / max(choice.temperature, _LEAST_TEMPERATURE), dim=-1).sort(
         descending=True, stable=True
     )
     if choice.top_p < 1:
-        # A token stays as long as those before it do not sum up to the share: the first one always.
-        sorted_V = sorted_V.where(sorted_V.cumsum(-1) - sorted_V < choice.top_p, 0.0)
+        # A token stays as long as those before it do not sum up to the share: the first one always, which the
+        # smallest shares are below where they are rounded to fp32.
+        sorted_V[1:] = sorted_V[1:].where((sorted_V.cumsum(-1) - sorted_V)[1:] < choice.top_p, 0.0)
     return int(token_V[torch.multinomial(sorted_V, 1, generator=generator)])

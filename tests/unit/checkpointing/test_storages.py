@@ -227,5 +227,10 @@ def test_an_unknown_protocol_and_a_missing_package_are_told() -> None:
         open_storage("absent://a")
 
 
+def test_the_hub_of_hugging_face_is_a_storage() -> None:
+    """Its file system keeps what it has listed in a dict of its own. Nothing is asked for here."""
+    assert open_storage("hf://someone/model").place == "hf://someone/model"
+
+
 def test_a_password_is_not_told(counting: Storage) -> None:
     assert counting.place == "counting://someone:…@host/place"

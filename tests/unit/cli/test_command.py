@@ -80,6 +80,11 @@ def test_usage_errors_end_with_2_and_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_home_of_nobody_is_a_usage_error(orchestra: CommandLine) -> None:
+    refused = orchestra("data", "verify", "~nobody-at-all/out", code=2)
+    assert refused.err.startswith("error: ~nobody-at-all/out: nobody here has the name after ~")
+
+
 def test_status_shows_a_run_and_says_the_same_as_json(failed_run: RunDir, orchestra: CommandLine) -> None:
     header, row = orchestra("status").out.splitlines()
     assert " ".join(header.split()) == "RUN STATE STEP LOSS TOK/S MFU SAVED ATTEMPTS ETA AGE"

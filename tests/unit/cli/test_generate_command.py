@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.command_line import CommandLine
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from conf.schema import DataConfig, Source
 from orchestra.cli import main
 from orchestra.cli.checkpoint.checkpoint_export_command import tokenizer_of as tokenizer_to_export
-from orchestra.cli.generate_command import tokenizer_of
-from orchestra.data.tokenizer import BYTES
+from orchestra.cli.generate_command import continuation, tokenizer_of
+from orchestra.data.tokenizer import BYTES, ByteTokenizer, open_tokenizer
 from orchestra.errors import ConfigError
 
 TEXT = "def generate(text): return text + text\n" * 30
@@ -83,3 +84,23 @@ def test_a_tokenizer_that_is_gone_or_another_one_is_refused(packed: DataConfig, 
     assert tokenizer_of(packed, str(moved)).separator_id == 0
     with pytest.raises(ConfigError, match="the tokenizer is not known"):
         tokenizer_of(DataConfig(source=Source.tokens, path=str(tmp_path / "nowhere")), None)
+
+
+def test_what_is_sampled_is_read_after_its_beginning(tmp_path: Path) -> None:
+    made = Tokenizer(models.BPE(unk_token="<unk>"))
+    # As Llama 2 and T5: a word begins with a mark, which at the beginning of a text stands for no space.
+    made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    made.train_from_iterator([TEXT], trainers.BpeTrainer(special_tokens=["<unk>", "</s>"]))
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = open_tokenizer(str(tmp_path))
+    before, whole = (tokens.tolist() for tokens in tokenizer.encode(["return text", "return text + text"]))
+    assert whole[: len(before)] == before
+    assert continuation(tokenizer, before, whole[len(before) :]) == " + text"
+    assert continuation(tokenizer, [], whole) == "return text + text"
+    assert continuation(ByteTokenizer(), list(b"a "), list(b" b\xc3")) == " b\ufffd"
+
+
+def test_text_that_is_no_utf_8_is_refused(orchestra: CommandLine) -> None:
+    # What Python makes of the byte 0xff in an argument.
+    refused = orchestra("generate", "run", "ab\udcff", code=2)
+    assert "argument TEXT: character 2 is not UTF-8" in refused.err

@@ -133,6 +133,21 @@ def test_a_plug_in_names_the_token_that_ends_documents_where_the_model_goes_by_i
     assert [len(list(rule_eval_documents(unnamed, Situation(verb)))) for verb in ("run", "resume")] == [1, 0]
 
 
+def test_documents_of_a_plug_in_are_masked_where_it_says_what_ends_them(
+    packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    plugged = (f"data.source={__name__}:Plugged", "train.seq_len=16", "data.document_masks=true")
+    assert "let what it returns have separator_id" in problems(*plugged)
+    named = (*plugged, "data.source_options.separator_id=256")
+    wiki = ("eval.every_steps=10", f"eval.data={{wiki:{{path:{packed}}}}}")
+    config = config_of(*named, *wiki)
+    assert list(open_held_out(held_out_data(config), config)) == ["wiki"]
+    other = problems(*plugged, "data.source_options.separator_id=10", *wiki)
+    assert "eval.data.wiki: token 256 ends its documents and 10 those of the training, by which" in other
+    assert "pack it with the same --separator" in other
+
+
 def test_documents_that_another_token_ends_are_refused_before_anything_starts(
     packed: Path, tmp_path: Path
 ) -> None:

@@ -149,6 +149,19 @@ def test_tokenizer_adds_nothing_and_decodes_to_the_documents(tmp_path: Path, bpe
     assert [parsed.decode(file.tokens[start:end].tolist()) for start, end in pairs] == documents
 
 
+def test_no_text_spells_the_separator_whatever_kind_of_token_it_is(tmp_path: Path, bpe: Path) -> None:
+    from tokenizers import AddedToken, Tokenizer
+
+    parsed = Tokenizer.from_file(str(bpe))
+    parsed.add_tokens([AddedToken("<fin>", special=False)])
+    parsed.save(str(tmp_path / "tokenizer.json"))
+    opened = tokenizer.open_tokenizer(str(tmp_path), "<fin>")
+    (encoded,) = opened.encode(["it ends with <fin> here"])
+    assert opened.separator_id == parsed.token_to_id("<fin>") == opened.vocab_size - 1
+    assert opened.separator_id not in encoded
+    assert opened.decode(encoded.tolist()) == "it ends with <fin> here"
+
+
 def test_long_document_goes_through_the_tokenizer_in_parts(
     monkeypatch: pytest.MonkeyPatch, bpe: Path
 ) -> None:
@@ -202,6 +215,26 @@ def test_all_that_is_wrong_with_a_request_is_told_at_once(tmp_path: Path) -> Non
     expected = ("nowhere.txt: no such", "a.csv: not a", "t.json: ", "--workers 0", "exists")
     for problem, words in zip(caught.value.problems, expected, strict=True):
         assert words in problem
+
+
+def test_an_empty_input_is_not_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text("not asked for")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="INPUT '': names nothing"):
+        find_inputs([""])
+
+
+def test_tokens_of_another_program_are_not_written_over(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "out.bin").write_text("a day's work")
+    with pytest.raises(ConfigError, match=r"out\.bin exists"):
+        run(tmp_path, tmp_path / "a.txt")
+    assert (tmp_path / "out.bin").read_text() == "a day's work"
+
+
+def test_a_host_that_cannot_be_reached_is_named_with_its_url() -> None:
+    with pytest.raises(ConfigError, match=r"ftp://127\.0\.0\.1:1/a\.txt: cannot be reached"):
+        find_inputs(["ftp://127.0.0.1:1/a.txt"])
 
 
 def test_urls_are_read_and_written(tmp_path: Path) -> None:

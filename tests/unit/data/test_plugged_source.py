@@ -14,6 +14,7 @@ from orchestra.data.order import sample_ids
 from orchestra.data.source import open_source
 from orchestra.errors import ConfigError, DamagedDataError, DataError
 from orchestra.plugins import named_in
+from orchestra.train.build import meta_model
 from orchestra.train.check_plugins import look_at
 
 SEQ_LEN = 8
@@ -107,6 +108,15 @@ def test_a_look_tells_which_token_ends_documents_where_a_source_says_so() -> Non
         "separator_id=True",
     ]
     assert all("expected a token from 0 to 29, or None" in problem for problem in found.problems)
+
+
+def test_documents_of_a_plug_in_are_masked_by_the_separator_that_it_names() -> None:
+    data = replace(data_of("Ending", separator_id=29), document_masks=True)
+    assert meta_model(config_of(data)).separator_id == 29
+    nameless = replace(data, source_options={})
+    with pytest.raises(DataError, match=r"names none; let what it returns have separator_id"):
+        meta_model(config_of(nameless))
+    assert meta_model(config_of(replace(nameless, document_masks=False))).separator_id is None
 
 
 @pytest.mark.parametrize(

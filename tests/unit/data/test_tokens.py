@@ -65,12 +65,12 @@ def test_separator_is_read_from_the_index_alone_of_local_and_remote_files(
 ) -> None:
     prefix = write_tokens("corpus", np.arange(3000, dtype=np.uint16) % 100, vocab_size=100)
     Path(f"{prefix}.bin").unlink()
-    assert separator_of(DataConfig(Source.tokens, path=prefix)) == 99
+    assert separator_of(DataConfig(Source.tokens, path=prefix), 16) == 99
     bucket.pipe_file("/data/corpus.json", Path(f"{prefix}.json").read_bytes())
-    assert separator_of(DataConfig(Source.tokens, path="memory://data/corpus.bin")) == 99
+    assert separator_of(DataConfig(Source.tokens, path="memory://data/corpus.bin"), 16) == 99
     blend = [BlendPart(path=prefix), BlendPart(path="nowhere")]
-    assert separator_of(DataConfig(Source.tokens, blend=blend)) == 99
-    assert separator_of(DataConfig()) == 256
+    assert separator_of(DataConfig(Source.tokens, blend=blend), 16) == 99
+    assert separator_of(DataConfig(), 16) == 256
 
 
 def test_a_separator_that_no_token_can_be_is_refused_where_documents_are_masked(
@@ -80,7 +80,7 @@ def test_a_separator_that_no_token_can_be_is_refused_where_documents_are_masked(
     index = replace(read_index(Path(f"{prefix}.json")), separator_id=100)
     Path(f"{prefix}.json").write_text(index_text(index))
     with pytest.raises(DataError, match=r"separator_id=100 is outside .* data.document_masks=false"):
-        separator_of(DataConfig(Source.tokens, path=prefix))
+        separator_of(DataConfig(Source.tokens, path=prefix), 16)
     config = Config(data=DataConfig(Source.tokens, path=prefix), train=TrainConfig(seq_len=64))
     assert not list(rule_data_files(config, Situation()))
     masked = replace(config, data=replace(config.data, document_masks=True))

@@ -9,10 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from llamas import flip, save, transformer
 from support.command_line import CommandLine
 from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
+from tokenizers.decoders import Metaspace as MetaspaceDecoder
+from tokenizers.models import BPE, WordLevel
+from tokenizers.pre_tokenizers import Metaspace
+from tokenizers.trainers import BpeTrainer
 
 from checkpointing.catalog import file_path, read_manifest
 from checkpointing.lineage import Base
@@ -199,21 +203,46 @@ def test_export_takes_the_tokenizer_of_the_data_along(run: RunDir, orchestra: Co
     assert "with tokenizer.json, which packed the data" in orchestra(*export, "out").out
     assert Path("out/tokenizer.json").read_bytes() == file.read_bytes()
     assert json.loads(Path("out/generation_config.json").read_text())["eos_token_id"] == 0
-    assert "tokenizer.json" in orchestra.json(*export, "dry", "--dry-run")["files"]
+    planned = orchestra.json(*export, "dry", "--dry-run")["files"]
+    assert {"tokenizer.json", "tokenizer_config.json"} <= set(planned)
     Path("moved.json").write_bytes(file.read_bytes())
     file.write_text("{}")
     # One that did not pack the data is not taken for it.
     assert "name it with --tokenizer FILE" in " ".join(orchestra(*export, "without").out.split())
-    assert not Path("without/tokenizer.json").exists()
+    assert not list(Path("without").glob("tokenizer*"))
     assert "is not the file that packed" in orchestra(*export, "x", "--tokenizer", str(file), code=2).err
     orchestra(*export, "named", "--tokenizer", "moved.json")
     assert Path("named/tokenizer.json").read_bytes() == Path("moved.json").read_bytes()
+
+
+def test_transformers_encodes_text_by_an_exported_tokenizer_as_it_was_packed(
+    run: RunDir, orchestra: CommandLine
+) -> None:
+    made = Tokenizer(BPE(unk_token="<unk>"))
+    made.pre_tokenizer, made.decoder = Metaspace(), MetaspaceDecoder()
+    made.train_from_iterator(["some text of words"], BpeTrainer(special_tokens=["<unk>", "<fin>"]))
+    Path("own").mkdir()
+    made.save("own/tokenizer.json")
+    Path("a.txt").write_text("some text of words\n" * 100)
+    pack(plan_pack(PackRequest(["a.txt"], "packed", "own", "<fin>", "text", 1)))
+    # transformers' own class of Qwen3's tokenizers splits text its own way.
+    model = replace(MODEL, qk_norm=True)
+    save(run.checkpoints, transformer(model), 30)
+    data = DataConfig(source=Source.tokens, path=str(Path("packed").absolute()))
+    configure(run, model=model, data=data)
+    orchestra("checkpoint", "export", "llama-1", "--to", "out")
+    theirs: Any = transformers.AutoTokenizer.from_pretrained("out", local_files_only=True)
+    words = "some words of text"
+    assert theirs(words)["input_ids"] == made.encode(words, add_special_tokens=False).ids
+    assert (theirs.eos_token, theirs.eos_token_id) == ("<fin>", made.token_to_id("<fin>"))
 
 
 def test_export_refuses_what_it_cannot_write(run: RunDir, orchestra: CommandLine) -> None:
     export = ("checkpoint", "export", "llama-1", "--to")
     assert "copy it to its place" in orchestra(*export, "s3://bucket/x", code=2).err
     assert "exists already" in orchestra(*export, "runs", code=2).err
+    Path("file").write_text("")
+    assert f"--to {Path('file/x').absolute()}: cannot be written" in orchestra(*export, "file/x", code=2).err
     assert "no size" in orchestra(*export, "x", "--max-shard-size", "5 apples", code=2).err
     configure(run, model=replace(MODEL, family=Family.gpt))
     assert "model.family=gpt has no Hugging Face form" in orchestra(*export, "x", code=1).err

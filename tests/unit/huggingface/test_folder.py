@@ -130,6 +130,14 @@ def test_pickled_weights_are_refused_and_never_run(folder: Path, tmp_path: Path)
     assert not witness.exists()
 
 
+def test_one_file_counts_before_the_index_of_an_earlier_save(folder: Path) -> None:
+    theirs = reference_llama(small())
+    theirs.save_pretrained(folder, max_shard_size="30KB")
+    theirs.save_pretrained(folder)
+    assert {SINGLE_FILE, INDEX} <= {file.name for file in folder.iterdir()}
+    assert set(open_folder(str(folder)).manifest.files) == {SINGLE_FILE}
+
+
 def test_missing_and_doubled_tensors_and_files_are_named(folder: Path) -> None:
     tensors = load_file(folder / SINGLE_FILE)
     names = sorted(tensors)
@@ -147,6 +155,7 @@ def test_missing_and_doubled_tensors_and_files_are_named(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["../secret.safetensors", "pytorch_model.bin", "/etc/passwd"])
 def test_an_index_cannot_point_anywhere_else(name: str, folder: Path) -> None:
+    (folder / SINGLE_FILE).unlink()
     (folder / INDEX).write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
     check_refused(folder, "expected names of")
 

@@ -135,6 +135,7 @@ def test_another_model_is_refused(tmp_path: Path, orchestra: CommandLine) -> Non
         ((*dcp, "a", "model=debug"), "needs a TARGET"),
         (("checkpoint", "import", "a", "b"), "only --from dcp"),
         (("checkpoint", "import", "a"), "a is not there or empty; give a folder with config.json and"),
+        (("checkpoint", "import", __file__), f"{__file__} is a file; give a folder with config.json and"),
         (("checkpoint", "import", "memory://a/b"), "memory://a/b is not there or empty"),
         ((*dcp, "a", "b"), "a is no folder of this machine"),
         ((*dcp, "a", str(tmp_path.parent), "model=debug"), "exists already and is not an empty folder"),

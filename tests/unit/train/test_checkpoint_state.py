@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import platform
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,17 @@ def test_other_tokens_under_the_same_path_are_refused(tmp_path: Path) -> None:
     # Checkpoints of before say nothing of them.
     without = {key: value for key, value in saved.items() if key != "data.tokens"}
     assert changes(without, packed("other")) == {}
+
+
+def test_the_library_of_another_python_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = facts(CONFIG)
+    monkeypatch.setattr(platform, "python_version", lambda: "3.99.1")
+    with pytest.raises(
+        UnusableCheckpointError, match=r"\(this run has Python 3\.99\.1\).*go on with that Python"
+    ):
+        changes(now, facts(CONFIG))
+    # Checkpoints of before say nothing of it.
+    assert changes({key: value for key, value in now.items() if key != "data.stdlib"}, facts(CONFIG)) == {}
 
 
 def test_a_change_that_a_run_may_make_is_told_and_not_refused() -> None:

@@ -95,3 +95,10 @@ def test_experts_have_the_capacity_of_a_whole_sequence_as_in_training() -> None:
     request: dict[str, Any] = {"tokens": prompt, "max_tokens": 1, "vocab_size": VOCABULARY, "end_id": None}
     request |= {"temperature": 0, "top_p": 1.0, "seed": 0}
     assert ACTS["generate"](mixture, config, torch.device("cpu"), request) == {"tokens": [int(expected)]}
+
+
+@pytest.mark.parametrize(
+    "choice", [Choice(temperature=1e-42), Choice(temperature=5e-324), Choice(top_p=1e-50)]
+)
+def test_the_smallest_temperature_and_share_take_the_likeliest(choice: Choice) -> None:
+    assert chosen(torch.tensor([0.5, 3.0, 2.0]), choice, torch.Generator()) == 1
