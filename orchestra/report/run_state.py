@@ -247,6 +247,8 @@ class RunState:
     train: Mapping[str, float] = field(default_factory=dict)
     tokens_per_s: float | None = None
     mfu: float | None = None
+    # Steps without an update since the run began, by the last row: their loss or gradient was not finite.
+    nonfinite_steps: int | None = None
     eta_s: float | None = None
     age_s: float | None = None
     code: int | None = None
@@ -337,6 +339,7 @@ def _read_state(run: RunDir, now: float) -> RunState:
         train=train_losses(last),
         tokens_per_s=median_of(rows, "tokens_per_s"),
         mfu=median_of(rows, "mfu"),
+        nonfinite_steps=last["nonfinite_steps"] if is_whole(last.get("nonfinite_steps")) else None,
         eta_s=seconds_left(rows, steps, _tokens(record, steps)) if state is RunPhase.running else None,
         age_s=now - created if is_number(created) else None,
         code=verdict.code if verdict is not None else None,

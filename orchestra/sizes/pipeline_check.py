@@ -111,16 +111,19 @@ class HeldState:
     """What a rank holds beside a pass that is at work: for each of its stages the micro-batches from their
     forward pass to the gradient of inputs, and from there to that of weights. `at_work`: the place among the
     rank's stages of a backward pass, whose own micro-batch is not counted; None of a forward pass, whose is.
+    `made`: whether a micro-batch before has given gradients of a stage's weights.
     """
 
     at_work: int | None
     live: tuple[int, ...]
     waiting: tuple[int, ...]
+    made: tuple[bool, ...]
 
     def is_within(self, other: HeldState) -> bool:
         """Whether another one holds as much or more of everything."""
         is_same = self.at_work == other.at_work
-        pairs = zip((*self.live, *self.waiting), (*other.live, *other.waiting), strict=True)
+        mine, others = (*self.live, *self.waiting, *self.made), (*other.live, *other.waiting, *other.made)
+        pairs = zip(mine, others, strict=True)
         return is_same and all(mine <= others for mine, others in pairs)
 
 
@@ -148,17 +151,19 @@ def fewer_micro_batches(kind: PipelineSchedule, shape: PipelineShape, count: int
 
 def _largest(actions: RankOrder, stages: tuple[int, ...]) -> tuple[HeldState, ...]:
     place = {stage: number for number, stage in enumerate(stages)}
-    live, waiting = [0] * len(stages), [0] * len(stages)
+    live, waiting, made = [0] * len(stages), [0] * len(stages), [False] * len(stages)
     found: dict[HeldState, None] = {}
     for action in actions:
         here = place[action.stage]
         if action.kind is Pass.weight_gradient:
             waiting[here] -= 1
+            made[here] = True
             continue
         live[here] += 1 if action.kind is Pass.forward else -1
         at_work = None if action.kind is Pass.forward else here
-        found[HeldState(at_work, tuple(live), tuple(waiting))] = None
+        found[HeldState(at_work, tuple(live), tuple(waiting), tuple(made))] = None
         waiting[here] += action.kind is Pass.input_gradient
+        made[here] |= action.kind is Pass.backward
     states = list(found)
     return tuple(
         state for state in states if not any(state.is_within(other) for other in states if other is not state)

@@ -384,10 +384,11 @@ class TrainingShape:
 
     @property
     def makes_gradients_late(self) -> bool:
-        """Whether each gradient is there from the one backward pass of a step to its update only: that of a
-        rank whose parameters no other one has, with nothing kept in another type or on a host.
+        """Whether each gradient is there from the first backward pass of a step to its update only, and some
+        are not when a rank holds most: that of a rank whose parameters no other one has, with nothing kept in
+        another type or on a host, and one micro-batch or a pipeline of them.
         """
-        is_alone = self.layout.dp * self.layout.cp * self.layout.pp == self.accumulation == 1
+        is_alone = self.layout.dp * self.layout.cp == 1 and (self.layout.pp > 1 or self.accumulation == 1)
         width = widths(self.precision)
         return is_alone and width.gradients == width.parameters and self.options.offload is Offload.none
 

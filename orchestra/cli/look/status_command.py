@@ -25,6 +25,7 @@ from orchestra.cli.text.describe import (
     invocation,
     note_unanswered,
     resume_line,
+    skipped_words,
     spent_lines,
     spent_record,
     sweep_summary,
@@ -157,6 +158,7 @@ def _of_run(state: RunState) -> list[str]:
     facts = {
         "reason": _reason(state, None if attempt is None else node_verdict(attempt)),
         "restart": _restart(state, now),
+        "skipped": skipped_words(state.nonfinite_steps),
         "train": figures.named_losses(state.train),
         "eval": figures.named_losses(state.eval),
         "job": _job(state),

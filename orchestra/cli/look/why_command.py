@@ -25,6 +25,7 @@ from orchestra.cli.text.describe import (
     note_unanswered,
     resume_lines,
     shown,
+    skipped_words,
     spent_lines,
     spent_record,
     sweep_summary,
@@ -100,6 +101,7 @@ def _of_run(state: RunState, arguments: Namespace) -> list[str]:
             "checkpoint_step": newest_checkpoint(events),
             "checkpoint_fallback": state.checkpoint_fallback,
             "failed_saves": None if state.failed_saves is None else dataclasses.asdict(state.failed_saves),
+            "nonfinite_steps": state.nonfinite_steps,
             "cause": state.cause,
             "job": state.job,
             "job_state": state.job_state,
@@ -113,7 +115,9 @@ def _of_run(state: RunState, arguments: Namespace) -> list[str]:
     if state.checkpoint_fallback is not None:
         unsaved.append(f"the checkpoint of step {state.checkpoint_step} is in {state.checkpoint_fallback}")
     slices = in_words(time_slices(events))
+    skipped = skipped_words(state.nonfinite_steps)
     before = [
+        *([f"skipped {skipped}"] if skipped else []),
         *unsaved,
         *attempt_lines(attempts),
         *([f"slices  {slices}"] if slices else []),

@@ -36,6 +36,7 @@ from orchestra.plan.search import SearchResult, remedies, search
 from orchestra.plan.space import DP_KEY, KEYS, Fixed, choice_of, other_schedules, space_of
 from orchestra.sizes.flops import num_active_parameters, num_parameters
 from orchestra.sizes.topology import global_batch_size
+from orchestra.sizes.units import first_few
 
 _INDENT = " " * 8
 # Reasons given for a layout, and points of the curve of memory against speed.
@@ -43,6 +44,8 @@ _NUM_BOUNDS = 3
 _NUM_POINTS = 8
 _BAR_WIDTH = 24
 _KNOB_WIDTH = 26
+# Values named with which nothing fits.
+_NUM_UNFIT = 5
 # Shares below this are shown as none.
 _SAME = 5e-4
 _WIDER = "tp beyond a node and cp into short pieces too, since nothing fits otherwise"
@@ -272,7 +275,7 @@ def _why(result: SearchResult, best: Prediction) -> Iterator[str]:
             yield f"{name}{_instead(best, knob, second)}"
             name = " " * len(name)
         if unfit:
-            yield f"{name}{', '.join(unfit)}: nothing fits"[: figures.WIDTH]
+            yield f"{name}{first_few(unfit, _NUM_UNFIT)}: nothing fits"
 
 
 def _instead(best: Prediction, knob: str, second: Prediction) -> str:

@@ -18,7 +18,7 @@ from orchestra.config.machine import tokens_per_step
 from orchestra.errors import EXIT_DONE, EXIT_FAILED, ConfigError
 from orchestra.plan.frameworks import OWN
 from orchestra.plan.predict import Prediction, run_seconds
-from orchestra.plan.search import search
+from orchestra.plan.search import peak_that_fits, search
 from orchestra.plan.space import space_of
 from orchestra.sizes.flops import num_parameters
 
@@ -143,8 +143,10 @@ def _planned(overrides: Sequence[str], nodes: int, ranks: int, framework: str) -
     except ConfigError:
         # Its own layout may need more devices.
         return None
-    fixed = replace(request.fixed, pp=1, cp=1, ep=1)
-    space = space_of(request.config, framework, request.num_sequences, fixed)
+    space = space_of(request.config, framework, request.num_sequences, request.fixed)
+    if peak_that_fits(replace(space, wide=True)) is None:
+        # A search takes seconds where nothing fits.
+        return None
     found = search(space, 1, search_mode.runs_today(request.config)).chosen
     if not found:
         return None

@@ -134,8 +134,7 @@ def summary_lines(run: RunDir, summary: Summary, verdict: Verdict) -> list[str]:
     if verdict.code == EXIT_STOPPED:
         lines.append(f"reason  {verdict.message}")
     if summary.num_skipped:
-        steps = figures.number_of(summary.num_skipped, "step")
-        lines.append(f"skipped {steps}, whose loss or gradient was not finite")
+        lines.append(f"skipped {skipped_words(summary.num_skipped)}")
     if summary.first_loss is not None:
         lines.append(
             f"loss    {figures.loss(summary.first_loss)} → {figures.loss(summary.last_loss)} nats per token"
@@ -151,6 +150,12 @@ def summary_lines(run: RunDir, summary: Summary, verdict: Verdict) -> list[str]:
     written = {"metrics": run.metrics, "logs": run.logs, "wandb": run.wandb}
     lines += [f"{name:<7} {shown(path)}" for name, path in written.items() if path.exists()]
     return lines
+
+
+def skipped_words(num_steps: int | None) -> str:
+    """Return how many steps had no update since the run began, and why; nothing for none."""
+    steps = figures.number_of(num_steps or 0, "step")
+    return f"{steps}, whose loss or gradient was not finite" if num_steps else ""
 
 
 def checkpoint_lines(config: Config, run: RunDir, events: Iterable[Record]) -> list[str]:

@@ -175,6 +175,7 @@ def _figures(files: RunFiles, accounts: Accounts, config: Config | None) -> Reco
     return {
         "loss": last.get("loss"),
         "tokens": last.get("tokens"),
+        "nonfinite_steps": files.state.nonfinite_steps,
         "tokens_per_s": median_of(recent, "tokens_per_s"),
         "mfu": median_of(recent, "mfu"),
         "step_time_s": median_of(recent, "step_time_s"),

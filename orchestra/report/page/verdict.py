@@ -62,7 +62,7 @@ class Facts:
 def verdict(facts: Facts) -> Record:
     """Return `sentence`, `tone` (good, warn, bad or none), `evidence` and `next`, which are sentences."""
     state = facts.state
-    troubles = [*_incidents(facts.attempts), *_slow(facts), *_speed(facts), *_saves(facts)]
+    troubles = [*_incidents(facts.attempts), *_slow(facts), *_speed(facts), *_saves(facts), *_skipped(state)]
     evidence = [*troubles, *_time(facts.accounts), *([facts.batch] if facts.batch else [])]
     goodput = facts.accounts.goodput
     share = "" if goodput is None else f", {goodput:.1%} goodput".replace("%", " %")
@@ -150,6 +150,16 @@ def _saves(facts: Facts) -> list[str]:
     skipped = sum(row["state"] == "skipped" for row in facts.checkpoints)
     words = [f"{failed} checkpoint{'' if failed == 1 else 's'} could not be written"] if failed else []
     return words + (["saves were skipped: the one before was still being written"] if skipped else [])
+
+
+def _skipped(state: RunState) -> list[str]:
+    """Steps that were trained for nothing, in the whole run."""
+    count = state.nonfinite_steps
+    if not count:
+        return []
+    one = count == 1
+    steps, were, their = ("step", "was", "its") if one else ("steps", "were", "their")
+    return [f"{count:,} {steps} {were} skipped: {their} loss or gradient was not finite"]
 
 
 def _tone(state: RunState, troubles: Sequence[str]) -> str:

@@ -25,6 +25,7 @@ from orchestra.sizes.memory.layer_memory import (
 )
 from orchestra.sizes.memory.loss_memory import loss_bytes
 from orchestra.sizes.memory.replay_memory import replayed_bytes
+from orchestra.sizes.memory.unmade_gradients import UnmadeGradients, unmade_gradients
 from orchestra.sizes.pipeline_check import HeldState, fewer_micro_batches, held_states
 from orchestra.sizes.pipeline_schedule import splits_backward
 from orchestra.sizes.training_shape import (
@@ -68,19 +69,32 @@ def step_bytes(shape: TrainingShape, stage: PipelineStage, parts: RankParameters
         whole = parts.of(stage) + parts.experts_of(stage)
         done = whole * (shape.options.reduce_bytes or 0) + temporary_bytes(shape)
     done = max(done, _update_bytes(shape, stage, parts) - ends)
-    if shape.makes_gradients_late:
-        return max(_moments_alone(shape, parts, ends, done), key=lambda moment: moment.total)
     works = [_work_of(shape, stage, layers, parts) for layers in stage.chunks]
-    if shape.layout.pp == 1:
+    is_late = shape.makes_gradients_late
+    if shape.layout.pp == 1 and not is_late:
         return works[0].at_most(0.0, ends, done)
-    # What arrives is asked for one pass ahead: a message of each kind.
-    ends += 2 * hidden
-    moments = []
+    if shape.layout.pp > 1:
+        # What arrives is asked for one pass ahead: a message of each kind.
+        ends += 2 * hidden
+    unmade = unmade_gradients(shape, stage, parts) if is_late else None
+    moments = [StepBytes(done + ends, 0.0)]
     for state in schedule_states(shape, stage):
         held = sum(count * work.kept for count, work in zip(state.live, works, strict=True))
         held += sum(count * work.waiting for count, work in zip(state.waiting, works, strict=True))
         at_work = _NO_WORK if state.at_work is None else works[state.at_work]
-        moments.append(at_work.at_most(held, ends, done))
+        if unmade is None:
+            moments.append(at_work.at_most(held, ends, 0.0))
+            continue
+        missing = unmade.beside(state)
+        if state.at_work is None or state.made[state.at_work]:
+            found = [at_work.at_most(held, ends, 0.0)]
+        elif splits_backward(shape.schedule) and shape.layout.pp > 1:
+            # The loss alone gives one of them.
+            found, missing = [at_work.at_most(held, ends, 0.0)], missing + unmade.at_loss(state.at_work)
+        else:
+            layers = stage.chunks[state.at_work]
+            found = list(_first_backward(shape, layers, held, ends, unmade, state.at_work))
+        moments += [replace(moment, unmade=moment.unmade + missing) for moment in found]
     return max(moments, key=lambda moment: moment.total)
 
 
@@ -132,35 +146,30 @@ def _work_of(shape: TrainingShape, stage: PipelineStage, layers: range, parts: R
     )
 
 
-def _moments_alone(
-    shape: TrainingShape, parts: RankParameters, ends: float, done: float
+def _first_backward(
+    shape: TrainingShape, layers: range, held: float, ends: float, unmade: UnmadeGradients, place: int
 ) -> Iterator[StepBytes]:
-    """Yield the moments of a step whose gradients are made in its one backward pass: the update; each layer,
-    at the gradients of its feed-forward and where its own are all there; and the loss, which makes the output
-    matrix'. That gradients are made in units, of more than one matrix, is left out.
+    """Yield the moments of a stage's first backward pass in a step, which makes its gradients, beside what is
+    held of other micro-batches: each layer, at the gradients of its feed-forward and where its own are all
+    there, and the loss, which makes the output matrix'.
     """
-    width, num_dense = widths(shape.precision).gradients, num_dense_layers(shape.model)
-    layers = {kind: layer_of(shape, has_experts=kind) for kind in (False, True)}
+    num_dense = num_dense_layers(shape.model)
+    of_kind = {kind: layer_of(shape, has_experts=kind) for kind in (False, True)}
     temporary = {
         kind: max(temporary_bytes(replace(shape, model=layer.model)), gathered_keys_bytes(shape))
-        for kind, layer in layers.items()
+        for kind, layer in of_kind.items()
     }
-    yield StepBytes(done + ends, 0.0)
-    held, below = 0.0, 0.0 if shape.model.tie_word_embeddings else 1.0 * parts.before
-    for number, recomputed in enumerate(recomputed_kinds(shape)):
-        is_mixture = bool(parts.of_experts) and number >= num_dense
-        tensors = parts.of_layer if is_mixture or not parts.of_dense else parts.of_dense
-        experts = sum(parts.of_experts) if is_mixture else 0
-        own = sum(tensors) + experts
-        is_fp8 = recomputed is Recompute.none and number in shape.layers_in_fp8
+    kinds = recomputed_kinds(shape)
+    for number, (inside, behind) in zip(layers, unmade.in_layers(place), strict=True):
+        is_mixture = shape.model.num_experts > 0 and number >= num_dense
+        is_fp8 = kinds[number] is Recompute.none and number in shape.layers_in_fp8
         fewer = kept_in_fp8(shape, has_experts=is_mixture) if is_fp8 else 0.0
-        at_work = held + layers[is_mixture].kept_bytes(Recompute.none) - fewer + temporary[is_mixture]
-        # A feed-forward's last product has its gradient then, of a mixture all have.
-        yield StepBytes(at_work + ends, 0.0, (below + own - (experts or max(tensors))) * width)
-        yield StepBytes(held + temporary[is_mixture] + ends, 0.0, below * width)
-        below += own
-        held += layers[is_mixture].kept_bytes(recomputed) - fewer
-    yield StepBytes(held + ends, loss_bytes(shape), below * width)
+        at_work = held + of_kind[is_mixture].kept_bytes(Recompute.none) - fewer + temporary[is_mixture]
+        yield StepBytes(at_work + ends, 0.0, inside)
+        yield StepBytes(held + temporary[is_mixture] + ends, 0.0, behind)
+        held += of_kind[is_mixture].kept_bytes(kinds[number]) - fewer
+    has_loss = layers.stop == shape.model.num_hidden_layers
+    yield StepBytes(held + ends, loss_bytes(shape) if has_loss else 0.0, unmade.at_loss(place))
 
 
 def _waiting_bytes(shape: TrainingShape, layers: range) -> float:
@@ -184,8 +193,10 @@ def _waiting_numbers(shape: TrainingShape) -> float:
 
 
 def schedule_states(shape: TrainingShape, stage: PipelineStage) -> tuple[HeldState, ...]:
-    """Return what a rank of a pipeline holds at its fullest moments."""
+    """Return what a rank holds at its fullest moments, in a pipeline of other micro-batches too."""
     kind, count = shape.schedule, shape.accumulation
+    if shape.layout.pp == 1:
+        return (HeldState(0, live=(0,), waiting=(0,), made=(count > 1,)),)
     if kind is not PipelineSchedule["afab"]:
         count = fewer_micro_batches(kind, shape.pipeline, count)
     return held_states(kind, shape.pipeline, count)[stage.index]

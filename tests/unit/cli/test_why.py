@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ from support.command_line import CommandLine
 
 from orchestra.cli.look.why_command import attempt_lines, node_lines
 from orchestra.report.attempts import ended_attempts
+from orchestra.report.page.run_page import read_run, run_page
 from orchestra.run.events import EventWriter, node_writer, rank_writer, read_events
+from orchestra.run.files import JsonLinesWriter
 from orchestra.run.paths import RunDir
 
 
@@ -98,6 +101,22 @@ def test_why_ends_with_the_code_that_the_run_was_given_up_with(run: RunDir, orch
     out = orchestra("why", "first").out
     assert "first: failed with exit code 93, attempt 0" in out
     assert "orchestra resume" not in out
+
+
+@pytest.mark.parametrize("verb", ["status", "why"])
+def test_steps_that_were_skipped_are_told(verb: str, run: RunDir, orchestra: CommandLine) -> None:
+    attempt(run, 0)
+    rows = JsonLinesWriter(run.metrics)
+    rows.write({"step": 8, "loss": 2.5, "nonfinite_steps": 0})
+    assert "skipped" not in orchestra(verb, "first").out
+    rows.write({"step": 9, "loss": 2.0, "nonfinite_steps": 3})
+    lines = orchestra(verb, "first").out.splitlines()
+    assert "skipped 3 steps, whose loss or gradient was not finite" in lines
+    answer = orchestra.json(verb, "first")
+    assert (answer[0] if verb == "status" else answer)["nonfinite_steps"] == 3
+    page = run_page(read_run(run, time.time()), time.time())
+    assert "3 steps were skipped: their loss or gradient was not finite" in page["verdict"]["evidence"]
+    assert page["figures"]["nonfinite_steps"] == 3
 
 
 def test_damaged_decisions_are_passed_over(run: RunDir) -> None:

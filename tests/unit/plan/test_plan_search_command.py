@@ -176,6 +176,15 @@ def test_state_on_disk_is_searched_where_its_folder_is_given(plan: PlanCommand) 
     assert (submitted.offload, submitted.offload_dir) == (Offload.optimizer_disk, "/scratch")
 
 
+def test_of_many_values_with_which_nothing_fits_the_first_ones_are_named(plan: PlanCommand) -> None:
+    words = ["model=llama3_8b", "precision=bf16", "train.seq_len=8192", "train.global_batch_size=5040"]
+    lines = plan.text("--search", *words, "cluster.gpus_per_node=4", "parallelism.tp=2").splitlines()
+    unfit = [line for line in lines if " and " in line and "nothing fits" in line]
+    assert unfit
+    assert unfit[-1].endswith("more: nothing fits")
+    assert max(map(len, lines)) <= 80
+
+
 def test_a_key_that_is_given_stays_and_a_preset_or_an_impossible_layout_does_not(plan: PlanCommand) -> None:
     facts = plan.facts("--search", *MODEL, *NODES, "parallelism.tp=4", "parallelism=zero3")
     assert {layout["tp"] for layout in facts["pareto"]} == {4}

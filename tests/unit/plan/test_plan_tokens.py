@@ -16,6 +16,7 @@ def test_a_model_and_tokens_are_enough_to_know_how_many_gpus_and_how_long(orches
     assert "on 64 × h100, " in text
     facts = orchestra.json("plan", "model=llama3_8b", "--tokens", "1T")
     assert (facts["fewest"]["gpus"], facts["asked"]["gpus"], facts["steps"]) == (2, 64, 238419)
+    assert facts["fewest"]["pp"] == 2, "stages are faster there than ZeRO-3 over two"
     # What it found is what the plan of that very layout says.
     words = text.split("\n\n")[-1].replace("\\\n", " ").split()[2:]
     alone = orchestra.json("plan", *words)
@@ -30,6 +31,13 @@ def test_what_is_said_is_not_assumed(orchestra: CommandLine) -> None:
     assert facts["asked"]["gpus"] == 16
     error = orchestra("plan", "model=debug", "train.steps=5", "--tokens", "1T", code=EXIT_USAGE).err
     assert "--tokens 1T says the same as train.steps" in error
+
+
+def test_axes_that_are_given_are_kept(orchestra: CommandLine) -> None:
+    model = ["model=qwen3_30b_a3b", "model.num_hidden_layers=4", "train.seq_len=4096", "cluster.nodes=2"]
+    facts = orchestra.json("plan", *model, "parallelism.pp=2", "parallelism.ep=4", "--tokens", "1B")
+    for found in (facts["asked"], facts["fewest"]):
+        assert (found["pp"], found["ep"]) == (2, 4)
 
 
 def test_a_plan_ends_with_1_where_nothing_fits(orchestra: CommandLine) -> None:

@@ -252,6 +252,41 @@ def test_gradients_of_one_micro_batch_are_not_there_before_its_backward_pass(
     assert counted_both.peak > 1.005 * counted.peak
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("parallelism.schedule=afab",),
+        pytest.param(("parallelism.schedule=1f1b", "train.global_batch_size=2"), marks=pytest.mark.slow),
+        pytest.param(
+            ("parallelism.schedule=zero_bubble", "train.global_batch_size=2"), marks=pytest.mark.slow
+        ),
+        ("parallelism.schedule=zbv", "train.global_batch_size=2"),
+        pytest.param(
+            ("parallelism.schedule=interleaved", "parallelism.virtual_stages=2", "train.global_batch_size=4"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=lambda words: words[0].partition("=")[2],
+)
+def test_a_pipeline_whose_ranks_share_with_nobody_has_no_gradients_before_its_first_backward_pass(
+    words: tuple[str, ...],
+) -> None:
+    """They are 5 to 11 % of the peak where it holds most before that."""
+    pipeline = ("model.num_hidden_layers=8", "parallelism.pp=2", "precision=bf16")
+    own, counted = both(*LAYERS, *pipeline, *words, ranks=2)
+    assert own.step.unmade > 0
+    assert own.total == pytest.approx(counted.peak, rel=0.01)
+
+
+def test_matrices_smaller_than_a_unit_have_its_memory_with_the_first_of_them() -> None:
+    widths = ("model.hidden_size=256", "model.intermediate_size=512")
+    heads = ("model.num_attention_heads=8", "model.num_key_value_heads=8")
+    own, counted = both(
+        *LAYERS, *widths, *heads, *ALONE[1:], "train.seq_len=512", "model.num_hidden_layers=6", ranks=1
+    )
+    assert_alike(own, counted)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "choice"),
