@@ -19,6 +19,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
+from fsspec.implementations.memory import MemoryFileSystem
 
 from orchestra.data import pack as packing
 from orchestra.data import pack_inputs, tokenizer
@@ -235,6 +236,38 @@ def test_tokens_of_another_program_are_not_written_over(tmp_path: Path) -> None:
 def test_a_host_that_cannot_be_reached_is_named_with_its_url() -> None:
     with pytest.raises(ConfigError, match=r"ftp://127\.0\.0\.1:1/a\.txt: cannot be reached"):
         find_inputs(["ftp://127.0.0.1:1/a.txt"])
+
+
+class RefusedError(Exception):
+    """As botocore's: no OSError."""
+
+
+class ClosedStore(MemoryFileSystem):
+    """Lets nobody look, or nobody write."""
+
+    protocol = "closed"
+    cachable = False
+
+    def exists(self, path: str, **_: Any) -> bool:
+        if "blind" in path:
+            raise RefusedError("unable to locate credentials")
+        return False
+
+    def pipe_file(self, path: str, *_: Any, **__: Any) -> None:
+        raise RefusedError(f"access denied to {path}")
+
+
+def test_what_a_store_says_of_an_output_is_told(tmp_path: Path) -> None:
+    fsspec.register_implementation("closed", ClosedStore, clobber=True)
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(
+        ConfigError, match=r"--output closed://blind/a: cannot .*RefusedError: unable to locate"
+    ):
+        plan_pack(PackRequest([str(tmp_path)], "closed://blind/a"))
+    with pytest.raises(
+        DataError, match=r"closed://b/a\.bin: cannot be written \(RefusedError: access denied"
+    ):
+        packing.pack(plan_pack(PackRequest([str(tmp_path)], "closed://b/a")))
 
 
 def test_urls_are_read_and_written(tmp_path: Path) -> None:
