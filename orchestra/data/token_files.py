@@ -123,7 +123,7 @@ def parse_index(text: bytes, name: str) -> TokenIndex:
         raise DataError(
             f"{name}: byte {error.start} is not UTF-8, so this is no index; pack again"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         position = getattr(error, "pos", len(text))
         raise DataError(
             f"{name}: not whole JSON, it breaks off or goes wrong at offset {position} of {len(text)} bytes; "

@@ -175,6 +175,8 @@ def test_long_document_goes_through_the_tokenizer_in_parts(
 
 
 def test_separator_is_the_given_one_or_that_of_the_tokenizers_folder(tmp_path: Path, bpe: Path) -> None:
+    from tokenizers import Tokenizer, models
+
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "tokenizer.json").write_bytes(bpe.read_bytes())
@@ -183,9 +185,11 @@ def test_separator_is_the_given_one_or_that_of_the_tokenizers_folder(tmp_path: P
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|begin|>"}}))
     assert tokenizer.open_tokenizer(str(folder)).separator_id == 0
     (tmp_path / "none.json").write_text("{}")
+    Tokenizer(models.BPE()).save(str(tmp_path / "untrained.json"))
     for name, separator, message in (
         (str(folder), "</x>", r"no token '</x>'; give --separator one of .*<\|endoftext\|>"),
         (str(tmp_path / "none.json"), None, r"not a tokenizer\.json"),
+        (str(tmp_path / "untrained.json"), None, r"untrained\.json: has no tokens"),
         (str(tmp_path / "nowhere.json"), None, "No such file"),
         ("bytes", "</s>", "leave it out"),
     ):
