@@ -71,6 +71,8 @@ _LATENT_KEYS = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head
 _ORDER_KEYS = ("train.seed", "train.seq_len", "data.source", "data.path", "data.source_identity")
 # Of token files: how many tokens, of which type, and a checksum of their blocks' checksums.
 _TOKENS_KEY = "data.tokens"
+# Of a blend: the parts' paths and weights.
+_BLEND_KEY = "data.blend"
 # Of the standard library: the Python that it is of.
 _LIBRARY_KEY = "data.stdlib"
 # Of plug-ins: only where there are some.
@@ -394,7 +396,12 @@ def facts(config: Config) -> dict[str, Any]:
     values = {key: attrgetter(key)(config) for key in keys}
     values = {key: value for key, value in values.items() if value or key not in _PLUGGED_KEYS}
     named = {key: value.name if isinstance(value, Enum) else value for key, value in values.items()}
-    others = {"model.head_dim": head_dim(config.model), "precision": config.precision.name.name}
+    others: dict[str, Any] = {
+        "model.head_dim": head_dim(config.model),
+        "precision": config.precision.name.name,
+    }
+    if config.data.blend:
+        others[_BLEND_KEY] = [[part.path, part.weight] for part in config.data.blend]
     return {**named, **others, **_of_tokens(config.data)}
 
 
@@ -447,7 +454,7 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[
         )
     order = [
         f"{key}={saved[key]} (this run has {now[key]})"
-        for key in (*_ORDER_KEYS, _TOKENS_KEY, _LIBRARY_KEY)
+        for key in (*_ORDER_KEYS, _BLEND_KEY, _TOKENS_KEY, _LIBRARY_KEY)
         if key in differing
     ]
     if order:
