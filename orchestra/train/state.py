@@ -37,7 +37,7 @@ from checkpointing.outages import OutagePatience, is_passing
 from checkpointing.peers import Peers
 from checkpointing.shards import Shard, whole
 from conf.schema import CheckpointConfig, Config, DataConfig, Family, Source
-from orchestra.data.token_files import index_of, local_prefix, token_file_prefix
+from orchestra.data.token_files import index_of
 from orchestra.errors import DataError, StorageOutageError, TrainingError, UnusableCheckpointError
 from orchestra.optim.adamw import Trained
 from orchestra.optim.plugged import Optimizer
@@ -406,7 +406,7 @@ def facts(config: Config) -> dict[str, Any]:
 
 
 def _of_tokens(data: DataConfig) -> dict[str, Any]:
-    """Return what tells token files of this machine, or a library, from others that take their place."""
+    """Return what tells token files, or a library, from others that take their place."""
     if data.source == Source.stdlib:
         return {_LIBRARY_KEY: f"Python {platform.python_version()}"}
     if data.source != Source.tokens:
@@ -414,8 +414,6 @@ def _of_tokens(data: DataConfig) -> dict[str, Any]:
     paths = [part.path for part in data.blend] if data.path is None else [data.path]
     found = []
     for path in paths:
-        if local_prefix(token_file_prefix(path)) is None:
-            return {}
         try:
             index = index_of(path)
         except (DataError, OSError):
