@@ -232,8 +232,10 @@ def _problems_of_output(prefix: str) -> list[str]:
         system, path = file_system(prefix)
         # Without an index a .bin may be anybody's: other programs call their tokens so too.
         taken = [name for name in (".json", ".bin") if system.exists(f"{path}{name}")]
-    except (DataError, OSError) as error:
-        return [f"--output {prefix}: cannot be looked at ({error})"]
+    except DataError as error:
+        return [f"--output {error}"]
+    except Exception as error:  # noqa: BLE001  drivers raise what their own libraries do: no credentials …
+        return [f"--output {prefix}: cannot be looked at ({type(error).__name__}: {error})"]
     if taken:
         return [f"--output {prefix}: {prefix}{taken[0]} exists; give another name or remove it"]
     return []
@@ -359,8 +361,13 @@ def _publish(unfinished: Path, index: TokenIndex, prefix: str) -> None:
     local = local_prefix(prefix)
     if local is None:
         system, path = file_system(prefix)
-        system.put_file(str(unfinished), f"{path}.bin")
-        system.pipe_file(f"{path}.json", index_text(index).encode())
+        try:
+            system.put_file(str(unfinished), f"{path}.bin")
+            system.pipe_file(f"{path}.json", index_text(index).encode())
+        except Exception as error:  # as above
+            raise DataError(
+                f"{prefix}.bin: cannot be written ({type(error).__name__}: {error}); give another --output"
+            ) from error
         return
     with unfinished.open("rb") as file:
         os.fsync(file.fileno())

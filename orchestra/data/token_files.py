@@ -125,7 +125,7 @@ def parse_index(text: bytes, name: str) -> TokenIndex:
         raise DataError(
             f"{name}: byte {error.start} is not UTF-8, so this is no index; pack again"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         position = getattr(error, "pos", len(text))
         raise DataError(
             f"{name}: not whole JSON, it breaks off or goes wrong at offset {position} of {len(text)} bytes; "
@@ -149,16 +149,14 @@ def index_of(path: str) -> TokenIndex:
 
 
 def tokens_fact(data: DataConfig) -> str | None:
-    """Return what tells token files of this machine from others that take their place: how many tokens, of
-    which type, and a checksum of their blocks' checksums. None for other sources, and what cannot be read:
-    whoever opens it says so.
+    """Return what tells token files from others that take their place: how many tokens, of which type, and a
+    checksum of their blocks' checksums. None for other sources, and what cannot be read: whoever opens it
+    says so.
     """
     if data.source != Source.tokens:
         return None
     found = []
     for path in [part.path for part in data.blend] if data.path is None else [data.path]:
-        if local_prefix(token_file_prefix(path)) is None:
-            return None
         try:
             index = index_of(path)
         except (DataError, OSError):

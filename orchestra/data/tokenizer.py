@@ -72,6 +72,8 @@ class HuggingFaceTokenizer:
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
         vocabulary: dict[str, int] = self._tokenizer.get_vocab()
+        if not vocabulary:
+            raise ConfigError(f"--tokenizer {path}: has no tokens; train it first, or give another one")
         self.vocab_size = max(vocabulary.values()) + 1
         self.separator_id: int = (
             separator if isinstance(separator, int) else _separator_id(vocabulary, separator, path)

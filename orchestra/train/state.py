@@ -67,6 +67,8 @@ _MIXTURE_KEYS = (
 _LATENT_KEYS = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 # Choices that decide which samples come next: a run keeps them, as `orchestra resume` says too.
 _ORDER_KEYS = ("train.seed", "train.seq_len", "data.source", "data.path", "data.source_identity")
+# Of a blend: the parts' paths and weights.
+_BLEND_KEY = "data.blend"
 # Of the standard library: the Python that it is of.
 _LIBRARY_KEY = "data.stdlib"
 # Of plug-ins: only where there are some.
@@ -390,12 +392,17 @@ def facts(config: Config) -> dict[str, Any]:
     values = {key: attrgetter(key)(config) for key in keys}
     values = {key: value for key, value in values.items() if value or key not in _PLUGGED_KEYS}
     named = {key: value.name if isinstance(value, Enum) else value for key, value in values.items()}
-    others = {"model.head_dim": head_dim(config.model), "precision": config.precision.name.name}
+    others: dict[str, Any] = {
+        "model.head_dim": head_dim(config.model),
+        "precision": config.precision.name.name,
+    }
+    if config.data.blend:
+        others[_BLEND_KEY] = [[part.path, part.weight] for part in config.data.blend]
     return {**named, **others, **_of_data(config.data)}
 
 
 def _of_data(data: DataConfig) -> dict[str, Any]:
-    """Return what tells token files of this machine, or a library, from others that take their place."""
+    """Return what tells token files, or a library, from others that take their place."""
     if data.source == Source.stdlib:
         return {_LIBRARY_KEY: f"Python {platform.python_version()}"}
     tokens = tokens_fact(data)
@@ -430,7 +437,7 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[
         )
     order = [
         f"{key}={saved[key]} (this run has {now[key]})"
-        for key in (*_ORDER_KEYS, TOKENS_FACT, _LIBRARY_KEY)
+        for key in (*_ORDER_KEYS, _BLEND_KEY, TOKENS_FACT, _LIBRARY_KEY)
         if key in differing
     ]
     if order:

@@ -9,12 +9,12 @@ import re
 import shlex
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from checkpointing.checkpoint_errors import DamagedError
-from conf.schema import DataConfig, Source
+from conf.schema import Config, DataConfig, ModelConfig, Source
 from orchestra.cli.checkpoint.checkpoint_ls_command import (
     Place,
     add_run_arguments,
@@ -133,7 +133,7 @@ def _first_intact(
         look = first_look(storage, checkpoint)
         damage = look.damage
         if damage is None and look.manifest is not None:
-            plan = plan_export(look.manifest, place.config.model, wanted)
+            plan = plan_export(look.manifest, _as_trained(place.config), wanted)
             try:
                 if not is_dry_run:
                     write_export(storage, look.manifest, plan, checkpoint.folder)
@@ -146,6 +146,14 @@ def _first_intact(
     raise OrchestraError(
         f"none of {name_of(place.run)}'s {len(found)} checkpoints is intact; nothing was written"
     )
+
+
+def _as_trained(config: Config) -> ModelConfig:
+    """Return the run's model with the places that it was trained on: rotary positions have no last one, and
+    whoever serves a model takes no text beyond max_position_embeddings.
+    """
+    longest = max(config.model.max_position_embeddings, config.train.seq_len)
+    return replace(config.model, max_position_embeddings=longest)
 
 
 def tokenizer_of(data: DataConfig, given: str | None = None) -> ExportTokenizer:

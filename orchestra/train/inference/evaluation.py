@@ -153,11 +153,13 @@ def open_held_out(sources: Mapping[str, DataConfig], config: Config) -> dict[str
     for name, data in sources.items():
         source = open_source(data, seq_len, held_out=True)
         if ours is not None:
-            is_plugged = isinstance(source, PluggedSamples)
-            theirs = source.separator_id if is_plugged else separator_of(data, seq_len)
+            is_packed = not isinstance(source, PluggedSamples)
+            theirs = (
+                source.separator_id if isinstance(source, PluggedSamples) else separator_of(data, seq_len)
+            )
             if theirs is not None and theirs != ours:
                 # Where they can be seen there, the rules have checked this before anything started.
-                raise DataError(other_separator(name, theirs, ours, is_packed=not is_plugged))
+                raise DataError(other_separator(name, theirs, ours, is_packed=is_packed))
         if source.vocab_size > config.model.vocab_size:
             raise DataError(
                 f"eval.data.{name} has {source.vocab_size} tokens in its vocabulary, the model "

@@ -103,15 +103,14 @@ def _sampled(model: Transformer, config: Config, _: torch.device, request: Mappi
     for mixture in mixtures_of(model).values():
         # The capacity of experts is that of a whole sequence, as in training, however few tokens there are.
         mixture.whole_length = config.train.seq_len
-    # Places beyond those that were trained on mean nothing to the model.
-    context = min(config.train.seq_len, config.model.max_position_embeddings)
     tokens = sampled(
         model,
         request["tokens"],
         choice,
         max_tokens=request["max_tokens"],
         vocab_size=request["vocab_size"],
-        context=context,
+        # Places beyond those that were trained on mean nothing to the model.
+        context=config.train.seq_len,
         end_id=request["end_id"],
     )
     return {"tokens": tokens}

@@ -19,6 +19,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
+from fsspec.implementations.memory import MemoryFileSystem
 
 from orchestra.data import pack as packing
 from orchestra.data import pack_inputs, tokenizer
@@ -174,6 +175,8 @@ def test_long_document_goes_through_the_tokenizer_in_parts(
 
 
 def test_separator_is_the_given_one_or_that_of_the_tokenizers_folder(tmp_path: Path, bpe: Path) -> None:
+    from tokenizers import Tokenizer, models
+
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "tokenizer.json").write_bytes(bpe.read_bytes())
@@ -182,9 +185,11 @@ def test_separator_is_the_given_one_or_that_of_the_tokenizers_folder(tmp_path: P
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|begin|>"}}))
     assert tokenizer.open_tokenizer(str(folder)).separator_id == 0
     (tmp_path / "none.json").write_text("{}")
+    Tokenizer(models.BPE()).save(str(tmp_path / "untrained.json"))
     for name, separator, message in (
         (str(folder), "</x>", r"no token '</x>'; give --separator one of .*<\|endoftext\|>"),
         (str(tmp_path / "none.json"), None, r"not a tokenizer\.json"),
+        (str(tmp_path / "untrained.json"), None, r"untrained\.json: has no tokens"),
         (str(tmp_path / "nowhere.json"), None, "No such file"),
         ("bytes", "</s>", "leave it out"),
     ):
@@ -235,6 +240,38 @@ def test_tokens_of_another_program_are_not_written_over(tmp_path: Path) -> None:
 def test_a_host_that_cannot_be_reached_is_named_with_its_url() -> None:
     with pytest.raises(ConfigError, match=r"ftp://127\.0\.0\.1:1/a\.txt: cannot be reached"):
         find_inputs(["ftp://127.0.0.1:1/a.txt"])
+
+
+class RefusedError(Exception):
+    """As botocore's: no OSError."""
+
+
+class ClosedStore(MemoryFileSystem):
+    """Lets nobody look, or nobody write."""
+
+    protocol = "closed"
+    cachable = False
+
+    def exists(self, path: str, **_: Any) -> bool:
+        if "blind" in path:
+            raise RefusedError("unable to locate credentials")
+        return False
+
+    def pipe_file(self, path: str, *_: Any, **__: Any) -> None:
+        raise RefusedError(f"access denied to {path}")
+
+
+def test_what_a_store_says_of_an_output_is_told(tmp_path: Path) -> None:
+    fsspec.register_implementation("closed", ClosedStore, clobber=True)
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(
+        ConfigError, match=r"--output closed://blind/a: cannot .*RefusedError: unable to locate"
+    ):
+        plan_pack(PackRequest([str(tmp_path)], "closed://blind/a"))
+    with pytest.raises(
+        DataError, match=r"closed://b/a\.bin: cannot be written \(RefusedError: access denied"
+    ):
+        packing.pack(plan_pack(PackRequest([str(tmp_path)], "closed://b/a")))
 
 
 def test_urls_are_read_and_written(tmp_path: Path) -> None:

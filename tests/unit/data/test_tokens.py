@@ -145,7 +145,7 @@ def test_index_that_says_nonsense_is_refused(
 
 
 def test_index_that_is_something_else_is_refused(tmp_path: Path) -> None:
-    for content in (b"[]", b"", b"\xff\xfe", b"3"):
+    for content in (b"[]", b"", b"\xff\xfe", b"3", b"[" * 100_000):
         (tmp_path / "x.json").write_bytes(content)
         with pytest.raises(DataError, match=r"x\.json: "):
             read_index(tmp_path / "x.json")

@@ -22,7 +22,7 @@ from checkpointing.catalog import file_path, read_manifest
 from checkpointing.lineage import Base
 from checkpointing.manifest import MANIFEST, decode, encode
 from checkpointing.storage import Storage, open_storage
-from conf.schema import CheckpointConfig, Config, DataConfig, Family, RunConfig, Source
+from conf.schema import CheckpointConfig, Config, DataConfig, Family, RunConfig, Source, TrainConfig
 from orchestra.cli.checkpoint.checkpoint_export_command import tokenizer_of
 from orchestra.cli.checkpoint.checkpoint_ls_command import layout_text
 from orchestra.config.compose import compose
@@ -235,6 +235,14 @@ def test_transformers_encodes_text_by_an_exported_tokenizer_as_it_was_packed(
     words = "some words of text"
     assert theirs(words)["input_ids"] == made.encode(words, add_special_tokens=False).ids
     assert (theirs.eos_token, theirs.eos_token_id) == ("<fin>", made.token_to_id("<fin>"))
+
+
+def test_an_exported_model_has_all_places_that_it_was_trained_on(run: RunDir, orchestra: CommandLine) -> None:
+    for seq_len, expected in ((16, MODEL.max_position_embeddings), (100_000, 100_000)):
+        configure(run, train=TrainConfig(seq_len=seq_len))
+        orchestra("checkpoint", "export", "llama-1", "--to", f"out-{seq_len}")
+        document = json.loads(Path(f"out-{seq_len}/config.json").read_text())
+        assert document["max_position_embeddings"] == expected
 
 
 def test_export_refuses_what_it_cannot_write(run: RunDir, orchestra: CommandLine) -> None:

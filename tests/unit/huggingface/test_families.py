@@ -22,7 +22,7 @@ from checkpointing.storage.local import LocalStorage
 from conf.schema import ModelConfig, MoeBalance, ScoringFunc
 from orchestra.config.compose import compose
 from orchestra.errors import DataError
-from orchestra.huggingface.config_json import config_document
+from orchestra.huggingface.config_json import ARCHITECTURES, Architecture, config_document, model_of
 from orchestra.huggingface.export import ExportRequest, plan_export, write_export
 from orchestra.huggingface.folder import SINGLE_FILE, differences, open_folder, overrides_for
 from orchestra.huggingface.hub_names import bias_shapes, parameter_shapes
@@ -114,6 +114,13 @@ def test_what_transformers_writes_gives_the_same_logits(
     config = compose(overrides_for(found)).config
     assert differences(config.model, model) == differences(model, config.model) == []
     assert bias_shapes(config.model) == bias_shapes(model)
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES, ids=lambda kind: kind.model_type)
+def test_keys_that_are_absent_mean_what_they_mean_to_transformers(kind: Architecture) -> None:
+    named = {"model_type": kind.model_type, "architectures": [kind.class_name]}
+    written = transformers.AutoConfig.for_model(kind.model_type).to_dict()
+    assert model_of(named, "config.json", "m") == model_of({**written, **named}, "config.json", "m")
 
 
 def test_biases_stay_fp32_and_are_zero_where_the_run_had_none(tmp_path: Path) -> None:

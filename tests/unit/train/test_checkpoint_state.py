@@ -15,8 +15,9 @@ from one_rank_attempts import config_of
 
 from checkpointing.manifest import Manifest, Tensor
 from checkpointing.shards import Shard
-from conf.schema import Config, DataConfig, ExpertPlacement, PrecisionConfig, PrecisionName, Source
+from conf.schema import BlendPart, Config, DataConfig, ExpertPlacement, PrecisionConfig, PrecisionName, Source
 from orchestra.cli import main
+from orchestra.data.token_files import file_system
 from orchestra.errors import EXIT_DO_NOT_RESTART, UnusableCheckpointError
 from orchestra.parallel.mesh import Mesh
 from orchestra.precision.policies import ScaleState
@@ -155,12 +156,15 @@ def test_another_model_order_of_samples_or_type_of_moments_is_refused_with_both_
         changes({**now, key: value}, now)
 
 
-def test_other_tokens_under_the_same_path_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_remote", [False, True], ids=["local", "remote"])
+def test_other_tokens_under_the_same_path_are_refused(is_remote: bool, tmp_path: Path) -> None:
+    prefix = f"memory:/{tmp_path}/packed" if is_remote else str(tmp_path / "packed")
+    system, path = file_system(prefix)
+
     def packed(text: str) -> dict[str, Any]:
         (tmp_path / "a.txt").write_text(text)
-        for file in tmp_path.glob("packed.*"):
-            file.unlink()
-        prefix = str(tmp_path / "packed")
+        for file in system.glob(f"{path}.*"):
+            system.rm(file)
         assert main(["data", "pack", str(tmp_path / "a.txt"), "--output", prefix]) == 0
         data = DataConfig(source=Source.tokens, path=prefix)
         return facts(replace(CONFIG, data=data))
@@ -172,6 +176,19 @@ def test_other_tokens_under_the_same_path_are_refused(tmp_path: Path) -> None:
     # Checkpoints of before say nothing of them.
     without = {key: value for key, value in saved.items() if key != "data.tokens"}
     assert changes(without, packed("other")) == {}
+
+
+def test_another_blend_of_the_same_files_is_refused() -> None:
+    def blended(*weights: float) -> dict[str, Any]:
+        parts = [BlendPart(f"memory://{name}", weight) for name, weight in zip("ab", weights, strict=True)]
+        return facts(replace(CONFIG, data=DataConfig(source=Source.tokens, blend=parts)))
+
+    assert changes(blended(1, 2), blended(1, 2)) == {}
+    with pytest.raises(UnusableCheckpointError, match=r"data\.blend=.*memory://b', 3.* \(this run has .*, 2"):
+        changes(blended(1, 3), blended(1, 2))
+    # Checkpoints of before say nothing of it.
+    without = {key: value for key, value in blended(1, 3).items() if key != "data.blend"}
+    assert changes(without, blended(1, 2)) == {}
 
 
 def test_the_library_of_another_python_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

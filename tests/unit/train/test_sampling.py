@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -67,6 +68,17 @@ def test_top_p_keeps_the_fewest_tokens_that_reach_the_share() -> None:
     assert drawn(0.81) == {0, 1, 2}
     assert drawn(1e-6) == {0}
     assert drawn(1.0, temperature=0.01) == {0}
+
+
+def test_all_places_that_were_trained_on_are_looked_at(model: Transformer) -> None:
+    """Rotary positions have no last one: only the training's sequences are an end."""
+    config = Config(
+        model=replace(model.config, max_position_embeddings=2), train=TrainConfig(seq_len=CONTEXT)
+    )
+    request: dict[str, Any] = {"tokens": [1, 2, 3], "max_tokens": 20, "vocab_size": VOCABULARY}
+    request |= {"end_id": None, "temperature": 0, "top_p": 1.0, "seed": 0}
+    found = ACTS["generate"](model, config, torch.device("cpu"), request)
+    assert found == {"tokens": sample(model, Choice(temperature=0))}
 
 
 def test_experts_have_the_capacity_of_a_whole_sequence_as_in_training() -> None:
