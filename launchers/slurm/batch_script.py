@@ -33,6 +33,14 @@ _OWN = {
     "chdir": "it is the run's directory",
     "requeue": "it is said elsewhere",
     "no_requeue": "it is said elsewhere",
+    **dict.fromkeys(
+        ("clusters", "cluster"),
+        "sbatch alone would hear of it, and the job be looked for on another cluster; export "
+        "SLURM_CLUSTERS=NAME, which all of Slurm's commands read,",
+    ),
+    "test_only": "sbatch would submit nothing; --dry-run asks Slurm so",
+    "wait": "sbatch would return when the job is over; --wait waits for the run",
+    "wrap": "the script is the run's",
 }
 # Options of srun that the script says itself, or that would part a step from what the agents count on.
 _OWN_OF_SRUN = {

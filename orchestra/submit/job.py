@@ -4,6 +4,7 @@ container must be given.
 
 from __future__ import annotations
 
+import re
 import secrets
 import shlex
 import sys
@@ -27,7 +28,9 @@ PACK_MODULE = "orchestra.agents.pack"
 _ALTERNATIVES_MODULE = "orchestra.agents.alternatives"
 _FOLLOW_MODULE = "orchestra.agents.follow"
 _TOKEN_BYTES = 8
-_GPU_OPTIONS = ("gres", "gpus", "gpus_per_task", "gpus_per_socket")
+_GPU_OPTIONS = ("gpus", "gpus_per_task", "gpus_per_socket")
+# What a gres is called that is a GPU or a part of one; another, such as a disk, comes beside them.
+_GPUS_BY_GRES = re.compile(r"\b(gpu|shard|mps)\b")
 _MEMORY_OPTIONS = ("mem", "mem_per_cpu", "mem_per_gpu")
 _TOKEN_PREFIX = "orchestra:"
 
@@ -150,7 +153,7 @@ def _job(
         warning_lead_s=warning_lead_s(config),
         requeue=cluster.requeue is Requeue.requeue,
         # In a site's own words GPUs are asked for once: Slurm takes no second ones beside them.
-        gpus_per_node=ranks if on_gpus and not _names_any(options, _GPU_OPTIONS) else None,
+        gpus_per_node=ranks if on_gpus and not _asks_for_gpus(options) else None,
         cpus_per_task=cpus,
         setup=tuple(cluster.setup),
         setup_failed=()
@@ -182,6 +185,12 @@ def _switches(cluster: ClusterConfig) -> str | None:
 def _names_any(options: Mapping[str, object], names: tuple[str, ...]) -> bool:
     """Whether the site's own options say one of these."""
     return any(name.removeprefix("--").replace("-", "_") in names for name in options)
+
+
+def _asks_for_gpus(options: Mapping[str, object]) -> bool:
+    """Whether the site's own options ask for GPUs."""
+    gres = [value for name, value in options.items() if name.removeprefix("--") == "gres"]
+    return _names_any(options, _GPU_OPTIONS) or any(_GPUS_BY_GRES.search(str(value)) for value in gres)
 
 
 def _missing(lacks_cpus: bool, lacks_memory: bool) -> tuple[str, ...]:
