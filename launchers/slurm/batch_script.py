@@ -22,7 +22,10 @@ from launchers import LauncherError
 _OWN = {
     "nodes": "the number of nodes is said elsewhere",
     "ntasks": "one task per node is started",
-    "ntasks_per_node": "one task per node is started",
+    **dict.fromkeys(
+        ("ntasks_per_node", "ntasks_per_gpu", "ntasks_per_socket", "ntasks_per_core"),
+        "one task per node is started",
+    ),
     "job_name": "it is the run's name, by which the job is found again",
     "comment": "it holds the token by which the job is found again",
     "output": "the log files are the run's",

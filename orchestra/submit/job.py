@@ -31,6 +31,8 @@ _TOKEN_BYTES = 8
 _GPU_OPTIONS = ("gpus", "gpus_per_task", "gpus_per_socket")
 # What a gres is called that is a GPU or a part of one; another, such as a disk, comes beside them.
 _GPUS_BY_GRES = re.compile(r"\b(gpu|shard|mps)\b")
+# Slurm takes no cores of a task beside them.
+_CORE_OPTIONS = ("cpus_per_gpu",)
 _MEMORY_OPTIONS = ("mem", "mem_per_cpu", "mem_per_gpu")
 _TOKEN_PREFIX = "orchestra:"
 
@@ -98,6 +100,7 @@ def packed_job(config: Config, sweep: SweepDir, share: Share | None = None) -> B
     arguments = (str(sweep.path), "--at-once", str(members), "--array", "0")
     job = _job(config, sweep, arguments, "", share)
     threads, on_cpu = config.cluster.threads_per_rank, config.cluster.device is Device.cpu
+    counts_cores = job.cpus_per_task is not None and bool(threads or on_cpu)
     return replace(
         job,
         array="0",
@@ -108,7 +111,7 @@ def packed_job(config: Config, sweep: SweepDir, share: Share | None = None) -> B
         survives_nodes=False,
         gpus_per_node=None if job.gpus_per_node is None else together,
         # Of what Slurm gives with the GPUs `share` knows.
-        cpus_per_task=ranks * members * (threads or 1) if threads or on_cpu else job.cpus_per_task,
+        cpus_per_task=ranks * members * (threads or 1) if counts_cores else job.cpus_per_task,
     )
 
 
@@ -129,8 +132,9 @@ def _job(
         "exclude": list(dict.fromkeys([*cluster.exclude, *share.without])) or None,
         **cluster.slurm_extra,
     }
-    cpus = _cpus(config, ranks, share)
+    cpus = None if _names_any(options, _CORE_OPTIONS) else _cpus(config, ranks, share)
     on_gpus = cluster.device is not Device.cpu
+    lacks_cpus = cpus is None and not _names_any(options, _CORE_OPTIONS)
     says_memory = _names_any(options, _MEMORY_OPTIONS)
     if on_gpus and not says_memory and (share.has_whole_nodes or options.get("exclusive") is True):
         # Slurm gives what a site's default says, which may be little, and the rest to nobody.
@@ -159,7 +163,7 @@ def _job(
         setup_failed=()
         if cluster.setup_may_fail
         else (sys.executable, "-u", "-m", _SETUP_FAILED_MODULE, *arguments),
-        notes=() if share.is_asked or not on_gpus else _missing(cpus is None, not says_memory),
+        notes=() if share.is_asked or not on_gpus else _missing(lacks_cpus, not says_memory),
         srun_options=srun_options,
         srun_extra=cluster.srun_extra,
         options=options,

@@ -74,6 +74,7 @@ def test_gpus_are_asked_for_with_their_share_of_the_cores(tmp_path: Path) -> Non
     named = script(slurm_extra={"gres": "gpu:h100:4"})
     assert "#SBATCH --gres=gpu:h100:4\n" in named
     assert "gpus-per-node" not in named
+    assert "cpus-per-task" not in script(slurm_extra={"cpus-per-gpu": 6})
     # Another resource than a GPU comes beside them.
     beside = script(slurm_extra={"gres": "nvme:1"})
     assert "#SBATCH --gres=nvme:1\n" in beside

@@ -132,6 +132,7 @@ rule_slurm_extra
     cluster.slurm_extra={nodes: 3} -> slurm_extra.nodes | cluster.nodes
     cluster.slurm_extra={array: 0-3} -> slurm_extra.array | sweep
     cluster.slurm_extra={clusters: other} -> slurm_extra.clusters | export SLURM_CLUSTERS
+    cluster.slurm_extra={ntasks-per-gpu: 1} -> slurm_extra.ntasks-per-gpu | one task per node
     cluster.slurm_extra={wait: true} -> slurm_extra.wait | --wait
     cluster.slurm_extra={test-only: true} -> slurm_extra.test-only | --dry-run
 rule_gpus_of_extra
