@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from conf.schema import Config, Device, LauncherName
 from orchestra.config.compose import compose, merge, typed
 from orchestra.config.home import chooses_cluster
-from orchestra.config.keys import shown
+from orchestra.config.keys import shown, written
 from orchestra.config.machine import Situation, by_itself, signature
 from orchestra.config.overrides import check_overrides
 from orchestra.config.rules.all_rules import problems_of
@@ -169,7 +169,7 @@ def _alternatives(overrides: Sequence[str]) -> list[list[str]]:
             f"different on it, as in [{{constraint: h100}}, {{constraint: a100, nodes: 2}}]"
         )
     return [
-        [f"{key if '.' in key else f'cluster.{key}'}={shown(value)}" for key, value in kind.items()]
+        [f"{key if '.' in key else f'cluster.{key}'}={written(value)}" for key, value in kind.items()]
         for kind in kinds
     ]
 
