@@ -8,7 +8,7 @@ import re
 import secrets
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from conf.schema import ClusterConfig, Config, Device, Requeue
@@ -29,6 +29,7 @@ _ALTERNATIVES_MODULE = "orchestra.agents.alternatives"
 _FOLLOW_MODULE = "orchestra.agents.follow"
 _TOKEN_BYTES = 8
 _GPU_OPTIONS = ("gpus", "gpus_per_task", "gpus_per_socket")
+_GRES_OPTIONS = ("gres", "tres_per_node", "tres_per_task")
 # What a gres is called that is a GPU or a part of one; another, such as a disk, comes beside them.
 _GPUS_BY_GRES = re.compile(r"\b(gpu|shard|mps)\b")
 # Slurm takes no cores of a task beside them.
@@ -186,14 +187,14 @@ def _switches(cluster: ClusterConfig) -> str | None:
     return f"{cluster.max_switches}{'' if wait is None else f'@{as_slurm_time(wait)}'}"
 
 
-def _names_any(options: Mapping[str, object], names: tuple[str, ...]) -> bool:
+def _names_any(options: Iterable[str], names: tuple[str, ...]) -> bool:
     """Whether the site's own options say one of these."""
     return any(name.removeprefix("--").replace("-", "_") in names for name in options)
 
 
 def _asks_for_gpus(options: Mapping[str, object]) -> bool:
     """Whether the site's own options ask for GPUs."""
-    gres = [value for name, value in options.items() if name.removeprefix("--") == "gres"]
+    gres = [value for name, value in options.items() if _names_any((name,), _GRES_OPTIONS)]
     return _names_any(options, _GPU_OPTIONS) or any(_GPUS_BY_GRES.search(str(value)) for value in gres)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -481,7 +482,7 @@ def _gpus_of_option(option: str, value: object) -> int | None:
     if option not in ("gres", "gpus", "gpus_per_task") or value in (None, False):
         return None
     words = value if isinstance(value, list) else str(value).split(",")
-    split = [str(word).partition("(")[0].split(":") for word in words]
+    split = [re.split("[:=]", re.sub("^gres[:/]", "", str(word).strip()).partition("(")[0]) for word in words]
     # Of a gres the name is in front.
     own = [word[1:] for word in split if word[0] == "gpu"] if option == "gres" else split
     counts = [int(word[-1]) if word and word[-1].isdecimal() else 1 for word in own]

@@ -80,7 +80,8 @@ def test_gpus_are_asked_for_with_their_share_of_the_cores(tmp_path: Path) -> Non
     assert "#SBATCH --gres=nvme:1\n" in beside
     assert "#SBATCH --gpus-per-node=4\n" in beside
     assert "gpus-per-node" not in script(slurm_extra={"gres": ["nvme:1", "gpu:4"]})
-    assert "gpus-per-node" not in script(slurm_extra={"--gres": "shard:8"})
+    for words in ({"--gres": "shard:8"}, {"gres": "gres:gpu:4"}, {"tres-per-node": "gres/gpu=4"}):
+        assert "gpus-per-node" not in script(slurm_extra=words)
     assert "#SBATCH --cpus-per-task=12\n" in script(threads_per_rank=3)
 
 

@@ -140,6 +140,8 @@ rule_gpus_of_extra
         -> gives a node 1 GPU, and its 2 ranks
     cluster.device=cuda  cluster.slurm_extra={gres: "gpu,shard:4"}  cluster.gpus_per_node=2
         -> gives a node 1 GPU
+    cluster.device=cuda  cluster.slurm_extra={gres: gres/gpu=1}  cluster.gpus_per_node=2
+        -> gives a node 1 GPU
     cluster.device=cuda  cluster.slurm_extra={gpus: 3}  cluster.gpus_per_node=2  cluster.nodes=2
         -> gives the job 3 GPUs | 4 ranks
 rule_srun_extra
