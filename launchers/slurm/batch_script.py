@@ -22,7 +22,10 @@ from launchers import LauncherError
 _OWN = {
     "nodes": "the number of nodes is said elsewhere",
     "ntasks": "one task per node is started",
-    "ntasks_per_node": "one task per node is started",
+    **dict.fromkeys(
+        ("ntasks_per_node", "ntasks_per_gpu", "ntasks_per_socket", "ntasks_per_core"),
+        "one task per node is started",
+    ),
     "job_name": "it is the run's name, by which the job is found again",
     "comment": "it holds the token by which the job is found again",
     "output": "the log files are the run's",
@@ -33,6 +36,14 @@ _OWN = {
     "chdir": "it is the run's directory",
     "requeue": "it is said elsewhere",
     "no_requeue": "it is said elsewhere",
+    **dict.fromkeys(
+        ("clusters", "cluster"),
+        "sbatch alone would hear of it, and the job be looked for on another cluster; export "
+        "SLURM_CLUSTERS=NAME, which all of Slurm's commands read,",
+    ),
+    "test_only": "sbatch would submit nothing; --dry-run asks Slurm so",
+    "wait": "sbatch would return when the job is over; --wait waits for the run",
+    "wrap": "the script is the run's",
 }
 # Options of srun that the script says itself, or that would part a step from what the agents count on.
 _OWN_OF_SRUN = {

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from launchers.slurm.commands import output_of
 
 _UNUSABLE = ("down", "drain", "fail", "error", "unknown", "maint", "future", "inval")
+# Nobody is to wait for what only a long time limit asks for.
+_QOS_TIMEOUT_S = 5.0
 _FORMAT = "%P|%a|%l|%D|%c|%T|%G"
 # Type and count of a gres: gpu:4, gpu:h100:8(S:0-1).
 _GPUS = re.compile(r"(?:^|,)gpu:(?:([^,:()]+):)?(\d+)")
@@ -49,6 +51,15 @@ class Partition:
 def partitions() -> tuple[Partition, ...]:
     """Return the cluster's partitions. Raises SlurmMissing, SlurmRefused and SlurmSilent."""
     return parsed(output_of(("sinfo", "--noheader", "--exact", f"--format={_FORMAT}")))
+
+
+def lifts_time_limits(qos: str) -> bool:
+    """Return whether a QOS takes the place of the partitions' time limits (its flag PartitionTimeLimit).
+
+    Raises SlurmMissing, SlurmRefused and SlurmSilent.
+    """
+    flags = output_of(("sacctmgr", "-nP", "show", "qos", qos, "format=flags"), timeout_s=_QOS_TIMEOUT_S)
+    return "partitiontimelimit" in flags.lower().replace("|", ",").replace("\n", ",").split(",")
 
 
 def node_states(partition: str | None = None) -> dict[str, str]:

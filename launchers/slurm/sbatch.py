@@ -23,6 +23,9 @@ _ESTIMATE = re.compile(
     r"to start at (?P<time>\S+) using (?P<processors>\d+) processors on nodes (?P<nodes>\S+)"
 )
 
+# The line with a job's id, and after a semicolon the cluster's name.
+_ID = re.compile(r"^\s*(\d+)(?:;\S*)?\s*$", re.MULTILINE)
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -57,10 +60,10 @@ def submit(script: Path, token: str, options: Sequence[str] = ()) -> str:
     """
     words = ("sbatch", "--parsable", *options, str(script))
     try:
-        # The id, and after a semicolon the cluster's name.
-        answer = output_of(words, timeout_s=_SUBMIT_TIMEOUT_S).strip().splitlines()[-1:]
-        if answer and answer[0]:
-            return answer[0].partition(";")[0]
+        answer = output_of(words, timeout_s=_SUBMIT_TIMEOUT_S)
+        # A site's wrapper may print more, before it and after.
+        if ids := _ID.findall(answer):
+            return str(ids[-1])
         problem: SlurmRefused | SlurmSilent = SlurmSilent("sbatch printed no job id")
     except (SlurmRefused, SlurmSilent) as error:
         problem = error

@@ -25,6 +25,8 @@ _REQUEUE_TIMEOUT_S = 10.0
 _NAMES_TIMEOUT_S = 30.0
 # Values may hold spaces, names do not.
 _FIELD = re.compile(r"(?:^|\s)(\w+)=(.*?)(?=\s+[\w/:&]+=|\s*$)")
+# A path may hold ` lr=3`, which looks like the next field.
+_SCRIPT = re.compile(r"\sCommand=(.*?)\s+WorkDir=")
 _NOTHING = ("None", "(null)", "N/A", "Unknown")
 
 
@@ -72,13 +74,14 @@ def parsed(text: str) -> OwnJob | None:
         return None
     fields = {name: value for name, value in _FIELD.findall(lines[0]) if value not in _NOTHING}
     restarts = fields.get("Restarts", "0")
+    script = _SCRIPT.search(lines[0])
     return OwnJob(
         state=fields.get("JobState", ""),
         reason=fields.get("Reason", ""),
         restarts=int(restarts) if restarts.isdecimal() else 0,
         is_preempted="PreemptTime" in fields,
         comment=fields.get("Comment", ""),
-        script=fields.get("Command"),
+        script=fields.get("Command") if script is None or script[1] in _NOTHING else script[1],
         nodes=fields.get("NodeList", ""),
         batch_host=fields.get("BatchHost", ""),
         excluded=fields.get("ExcNodeList", ""),

@@ -119,6 +119,8 @@ class Parser(argparse.ArgumentParser):
         takes_keys = any(action.dest == "overrides" for action in self._actions)
         if option.startswith("--") and takes_keys and (key := _key_meant(option[2:], value)) is not None:
             return key
+        if takes_keys and (letter := _letter_meant(word)) is not None:
+            return letter
         shown = [
             name
             for action in self._actions
@@ -127,6 +129,14 @@ class Parser(argparse.ArgumentParser):
         ]
         near = difflib.get_close_matches(option, shown, n=1, cutoff=0.75)
         return f"did you mean {near[0]}?" if near else None
+
+
+def _letter_meant(word: str) -> str | None:
+    """Return the key of an option that sbatch has: -N, -N4."""
+    from orchestra.config.other_tools import key_of_letter
+
+    key = key_of_letter(word)
+    return None if key is None else f"write {key}={word[2:].lstrip('=') or 'VALUE'}"
 
 
 def _key_meant(option: str, value: str) -> str | None:

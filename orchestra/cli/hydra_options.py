@@ -91,7 +91,8 @@ def answered(arguments: Namespace, verb: str) -> bool:
     home = read_home()
     for option, value in (("--resolve", arguments.resolve), ("--package", arguments.package)):
         if value and not arguments.cfg:
-            raise ConfigError(f"{option} belongs to --cfg job; add that, or leave it out")
+            meant = f"; a partition is cluster.partition={value}" if option == "--package" else ""
+            raise ConfigError(f"{option} belongs to --cfg job; add that, or leave it out{meant}")
     typed = with_search_path(arguments.overrides, [*(arguments.config_dir or ()), *home.searchpath])
     arguments.overrides = home.overrides(typed, verb)
     if not (arguments.cfg or arguments.info):

@@ -143,19 +143,11 @@ def wrong_type(key: Key, name: str, value: Any) -> str:
     if hint is int and isinstance(value, float) and value.is_integer():
         return f"{found}: expected a whole number without a point or exponent; write {int(value)}"
     if takes_texts(key) and isinstance(value, str):
-        return (
-            f"{found}: found text, expected a list, each element text; write {key.name}=[{_element(value)}]"
-        )
+        as_list = f"{key.name}={written([value])}"
+        return f"{found}: found text, expected a list, each element text; write {as_list}"
     is_list = isinstance(value, list) and value and typing.get_origin(hint) is list
     what = f"a list that begins with {_kind(value[0])}" if is_list else _kind(value)
     return f"{found}: found {what}, {_expected(key)}"
-
-
-def _element(text: str) -> str:
-    """Return a text as an element of a list is written."""
-    if re.fullmatch(r"[\w.+-]+( [\w.+-]+)*", text):
-        return text
-    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def empty(key: Key, name: str) -> str:
@@ -257,3 +249,23 @@ def shown(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ",".join(f"{name}:{shown(element)}" for name, element in value.items()) + "}"
     return str(value)
+
+
+# What Hydra's grammar takes for one text without quotes, alone and inside of a list or a section.
+_PLAIN_TEXT = re.compile(r"[\w.+%@/-]+( [\w.+-]+)*", re.ASCII)
+
+# What it reads as a number, a truth value or nothing.
+_NO_TEXT = re.compile(r"true|false|null|[+-]?(inf|nan|[\d_]*\.?[\d_]*(e[+-]?\d+)?)", re.IGNORECASE)
+
+
+def written(value: Any) -> str:
+    """Return a value as Hydra reads it back: texts in quotes where they need them."""
+    if isinstance(value, str) and (not _PLAIN_TEXT.fullmatch(value) or _NO_TEXT.fullmatch(value)):
+        # Of backslashes Hydra reads those before a quote alone as an escape.
+        escaped = re.sub(r"(\\*)('|$)", lambda match: match[1] * 2 + ("\\'" if match[2] else ""), value)
+        return f"'{escaped}'"
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(map(written, value)) + "]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{name}:{written(element)}" for name, element in value.items()) + "}"
+    return shown(value)

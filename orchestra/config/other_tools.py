@@ -95,3 +95,24 @@ def says_the_same(name: str) -> bool:
 
 def _word(name: str) -> str:
     return name.rpartition(".")[2].replace("-", "_").lower()
+
+
+# sbatch's options of one letter.
+_LETTERS = {
+    "A": "cluster.account",
+    "C": "cluster.constraint",
+    "G": "cluster.gpus_per_node",
+    "J": "run.name",
+    "N": "cluster.nodes",
+    "p": "cluster.partition",
+    "q": "cluster.qos",
+    "t": "cluster.time_limit",
+    "w": "cluster.slurm_extra.nodelist",
+    "x": "cluster.exclude",
+}
+
+
+def key_of_letter(option: str) -> str | None:
+    """Return the key that says what an option of sbatch does, such as -N or -N4; None for other words."""
+    is_letter = option[:1] == "-" and option[1:2].isalpha()
+    return _LETTERS.get(option[1:2]) if is_letter else None

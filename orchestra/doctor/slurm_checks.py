@@ -93,9 +93,12 @@ def _rules(setup: Mapping[str, str]) -> Iterator[Finding]:
     advice = "short: saves rely on the warning before the time limit"
     yield graded("kill wait", shown, is_bad=is_short, advice=advice, mark=Mark.note)
     size = _number(setup.get("MaxArraySize"))
-    if size is not None and size <= 1:
-        advice = "sweeps are submitted as jobs of their own"
-        yield Finding("arrays", Mark.note, "not allowed (MaxArraySize ≤ 1)", advice)
+    if size == 0:
+        advice = "sweeps (`submit -m`) are refused here: submit the runs one by one, or ask for arrays"
+        yield Finding("arrays", Mark.note, "not allowed (MaxArraySize=0)", advice)
+    elif size == 1:
+        advice = "each member of a sweep is an array of its own"
+        yield Finding("arrays", Mark.note, "of one job alone (MaxArraySize=1)", advice)
     else:
         largest = f"up to index {size - 1} (MaxArraySize)" if size else "limit unknown"
         yield Finding("arrays", Mark.ok, largest)

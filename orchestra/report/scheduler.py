@@ -7,6 +7,7 @@ changes. It asks Slurm once for all runs, and only those that it may know more a
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -54,11 +55,18 @@ _REASONS = {
     "Licenses": "waits for licences",
     "Cleaning": "was requeued, and its last start is still being cleaned up",
     "Prolog": "the nodes are being made ready (prolog)",
+    "AccountNotAllowed": "its account may not use this partition: it will not start as it is",
+    "QOSNotAllowed": "its QOS may not be used in this partition: it will not start as it is",
+    "MaxMemPerLimit": "asks for more memory than a job may have: it will not start as it is",
+    "JobHoldMaxRequeue": "was requeued too often, and Slurm holds it; `scontrol release {job}` lets it go",
     "InvalidAccount": "its account is not valid: it will not start as it is",
     "InvalidQOS": "its QOS is not valid: it will not start as it is",
     "launch_failed_requeued_held": "a start failed, and Slurm holds it; `scontrol release {job}` tries again",
     "job_requeued_in_held_state": "was requeued and is held; `scontrol release {job}` lets it go",
 }
+# Limits of a single job, such as QOSMaxNodePerJobLimit, AssocMaxGRESPerNode, QOSMinGRES: no waiting helps.
+_OF_ONE_JOB = re.compile(r"(?P<of>QOS|Assoc)(?P<limit>Max\w+Per(Job|Node)(Limit)?|Min\w+)")
+_WHOSE = {"QOS": "QOS", "Assoc": "account"}
 # Reasons that start so: Slurm has one for each limit.
 _STARTS = {
     "QOS": "waits for a limit of its QOS ({reason})",
@@ -127,6 +135,10 @@ def _reason(reason: str) -> str:
     if reason in _REASONS:
         return _REASONS[reason]
     name = reason.partition(",")[0].strip("()").replace(" ", "_")
+    if (limit := _OF_ONE_JOB.fullmatch(name)) is not None:
+        how = "less" if limit["limit"].startswith("Min") else "more"
+        whose = _WHOSE[limit["of"]]
+        return f"asks for {how} than its {whose} allows a job: it will not start as it is ({{reason}})"
     known = _REASONS.get(name) or next(
         (text for start, text in _STARTS.items() if name.startswith(start)), None
     )

@@ -4,10 +4,11 @@ container must be given.
 
 from __future__ import annotations
 
+import re
 import secrets
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from conf.schema import ClusterConfig, Config, Device, Requeue
@@ -27,7 +28,12 @@ PACK_MODULE = "orchestra.agents.pack"
 _ALTERNATIVES_MODULE = "orchestra.agents.alternatives"
 _FOLLOW_MODULE = "orchestra.agents.follow"
 _TOKEN_BYTES = 8
-_GPU_OPTIONS = ("gres", "gpus", "gpus_per_task", "gpus_per_socket")
+_GPU_OPTIONS = ("gpus", "gpus_per_task", "gpus_per_socket")
+_GRES_OPTIONS = ("gres", "tres_per_node", "tres_per_task")
+# What a gres is called that is a GPU or a part of one; another, such as a disk, comes beside them.
+_GPUS_BY_GRES = re.compile(r"\b(gpu|shard|mps)\b")
+# Slurm takes no cores of a task beside them.
+_CORE_OPTIONS = ("cpus_per_gpu",)
 _MEMORY_OPTIONS = ("mem", "mem_per_cpu", "mem_per_gpu")
 _TOKEN_PREFIX = "orchestra:"
 
@@ -95,6 +101,7 @@ def packed_job(config: Config, sweep: SweepDir, share: Share | None = None) -> B
     arguments = (str(sweep.path), "--at-once", str(members), "--array", "0")
     job = _job(config, sweep, arguments, "", share)
     threads, on_cpu = config.cluster.threads_per_rank, config.cluster.device is Device.cpu
+    counts_cores = job.cpus_per_task is not None and bool(threads or on_cpu)
     return replace(
         job,
         array="0",
@@ -105,7 +112,7 @@ def packed_job(config: Config, sweep: SweepDir, share: Share | None = None) -> B
         survives_nodes=False,
         gpus_per_node=None if job.gpus_per_node is None else together,
         # Of what Slurm gives with the GPUs `share` knows.
-        cpus_per_task=ranks * members * (threads or 1) if threads or on_cpu else job.cpus_per_task,
+        cpus_per_task=ranks * members * (threads or 1) if counts_cores else job.cpus_per_task,
     )
 
 
@@ -126,8 +133,9 @@ def _job(
         "exclude": list(dict.fromkeys([*cluster.exclude, *share.without])) or None,
         **cluster.slurm_extra,
     }
-    cpus = _cpus(config, ranks, share)
+    cpus = None if _names_any(options, _CORE_OPTIONS) else _cpus(config, ranks, share)
     on_gpus = cluster.device is not Device.cpu
+    lacks_cpus = cpus is None and not _names_any(options, _CORE_OPTIONS)
     says_memory = _names_any(options, _MEMORY_OPTIONS)
     if on_gpus and not says_memory and (share.has_whole_nodes or options.get("exclusive") is True):
         # Slurm gives what a site's default says, which may be little, and the rest to nobody.
@@ -150,13 +158,13 @@ def _job(
         warning_lead_s=warning_lead_s(config),
         requeue=cluster.requeue is Requeue.requeue,
         # In a site's own words GPUs are asked for once: Slurm takes no second ones beside them.
-        gpus_per_node=ranks if on_gpus and not _names_any(options, _GPU_OPTIONS) else None,
+        gpus_per_node=ranks if on_gpus and not _asks_for_gpus(options) else None,
         cpus_per_task=cpus,
         setup=tuple(cluster.setup),
         setup_failed=()
         if cluster.setup_may_fail
         else (sys.executable, "-u", "-m", _SETUP_FAILED_MODULE, *arguments),
-        notes=() if share.is_asked or not on_gpus else _missing(cpus is None, not says_memory),
+        notes=() if share.is_asked or not on_gpus else _missing(lacks_cpus, not says_memory),
         srun_options=srun_options,
         srun_extra=cluster.srun_extra,
         options=options,
@@ -179,9 +187,15 @@ def _switches(cluster: ClusterConfig) -> str | None:
     return f"{cluster.max_switches}{'' if wait is None else f'@{as_slurm_time(wait)}'}"
 
 
-def _names_any(options: Mapping[str, object], names: tuple[str, ...]) -> bool:
+def _names_any(options: Iterable[str], names: tuple[str, ...]) -> bool:
     """Whether the site's own options say one of these."""
     return any(name.removeprefix("--").replace("-", "_") in names for name in options)
+
+
+def _asks_for_gpus(options: Mapping[str, object]) -> bool:
+    """Whether the site's own options ask for GPUs."""
+    gres = [value for name, value in options.items() if _names_any((name,), _GRES_OPTIONS)]
+    return _names_any(options, _GPU_OPTIONS) or any(_GPUS_BY_GRES.search(str(value)) for value in gres)
 
 
 def _missing(lacks_cpus: bool, lacks_memory: bool) -> tuple[str, ...]:

@@ -210,7 +210,8 @@ def parent_of_runs(config: Config) -> Path:
 
 def name_taken(place: RunDir | SweepDir) -> str:
     """Return why a run or a sweep cannot have its configured name."""
-    holds = " and holds another sweep" if is_sweep(place.path) else ""
+    which = "another" if isinstance(place, SweepDir) else "a"
+    holds = f" and holds {which} sweep" if is_sweep(place.path) else ""
     return (
         f"run.name={place.name}: {place.path} exists already{holds}; choose another run.name, leave it out "
         "to have one made, or remove that directory"

@@ -6,6 +6,7 @@ Everything that is wrong is found before anything exists: each problem is a sent
 from __future__ import annotations
 
 import functools
+import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,7 @@ from pathlib import Path
 from conf.schema import Config, Device
 from launchers import LauncherError, SlurmMissing, SlurmRefused
 from launchers.slurm import sbatch
-from launchers.slurm.cluster import Partition, partitions
+from launchers.slurm.cluster import Partition, lifts_time_limits, partitions
 from launchers.slurm.commands import DEFAULT_ARRAY_SIZE, array_size, asked_cluster, is_full
 from launchers.slurm.sbatch import Estimate
 from launchers.slurm.switches import fabric
@@ -338,21 +339,35 @@ def _count(number: int, noun: str) -> str:
 
 
 def _time_problems(config: Config, allowed: Sequence[Partition]) -> Iterator[str]:
-    wanted = _seconds(config.cluster.time_limit)
+    """Slurm itself takes a job with too long a limit, on most sites, and lets it wait for ever."""
+    limit = config.cluster.time_limit
+    wanted = None if limit is None else _seconds(limit)
     limits = [_seconds(partition.time_limit) for partition in allowed]
-    if wanted is None or any(limit is None for limit in limits):
+    known = [limit for limit in limits if limit is not None]
+    if wanted is None or len(known) < len(limits) or wanted <= max(known) or _may_be_longer(config):
         return
-    if wanted > max(limit for limit in limits if limit is not None):
-        shown = ", ".join(f"{partition.name} {partition.time_limit}" for partition in allowed)
-        yield f"cluster.time_limit={config.cluster.time_limit} is above the limit of {shown}; lower it"
+    shown = ", ".join(f"{partition.name} {partition.time_limit}" for partition in allowed)
+    yield f"cluster.time_limit={limit} is above the limit of {shown}; lower it"
 
 
-def _seconds(text: str | None) -> int | None:
-    """Return the seconds of a limit; None where there is none, or it cannot be read."""
+def _may_be_longer(config: Config) -> bool:
+    """Whether the job's QOS takes the place of the partition's limit. Where nobody can say Slurm judges."""
+    qos = config.cluster.qos
+    if qos is None:
+        return False
     try:
-        return None if text is None else slurm_time_s(text)
+        return lifts_time_limits(qos)
+    except LauncherError:
+        return True
+
+
+def _seconds(text: str) -> float | None:
+    """Return the seconds of a limit, infinite where there is none; None where it cannot be read."""
+    try:
+        seconds = slurm_time_s(text)
     except ValueError:
         return None
+    return math.inf if seconds is None else seconds
 
 
 def folder_problems(folder: Path, mounts: str) -> Iterator[str]:

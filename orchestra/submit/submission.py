@@ -15,7 +15,7 @@ import hashlib
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from conf.schema import Config, Device, LauncherName
 from orchestra.config.compose import compose, merge, typed
 from orchestra.config.home import chooses_cluster
-from orchestra.config.keys import shown
+from orchestra.config.keys import shown, written
 from orchestra.config.machine import Situation, by_itself, signature
 from orchestra.config.overrides import check_overrides
 from orchestra.config.rules.all_rules import problems_of
@@ -47,6 +47,15 @@ from orchestra.submit.site import Site, note
 if TYPE_CHECKING:
     from orchestra.config.compose import Composed
 
+# Variables from which sbatch takes options, and what says the same here.
+_VARIABLES_OF_SBATCH = {
+    "SBATCH_ACCOUNT": "cluster.account",
+    "SBATCH_PARTITION": "cluster.partition",
+    "SBATCH_QOS": "cluster.qos",
+    "SBATCH_TIMELIMIT": "cluster.time_limit",
+    "SBATCH_CONSTRAINT": "cluster.constraint",
+    "SBATCH_RESERVATION": "cluster.slurm_extra.reservation",
+}
 _HEX_DIGITS = 16
 _NUM_COMPONENTS = 3
 
@@ -160,7 +169,7 @@ def _alternatives(overrides: Sequence[str]) -> list[list[str]]:
             f"different on it, as in [{{constraint: h100}}, {{constraint: a100, nodes: 2}}]"
         )
     return [
-        [f"{key if '.' in key else f'cluster.{key}'}={shown(value)}" for key, value in kind.items()]
+        [f"{key if '.' in key else f'cluster.{key}'}={written(value)}" for key, value in kind.items()]
         for kind in kinds
     ]
 
@@ -207,6 +216,8 @@ def _planned_sweep(
     group = members[0].config.run.group
     for sentence in loose_folders(parent_of_runs(members[0].config), group):
         note(sentence)
+    for sentence in _unused_variables(members[0].config):
+        note(sentence)
     problems = SweepProblems([member.chosen for member in members], [])
     for index, member in enumerate(submission.members if checks_memory else ()):
         if problem := _misfit(member.config, member.share, site):
@@ -214,6 +225,17 @@ def _planned_sweep(
     if sentences := problems.sentences():
         raise ConfigError(sentences)
     return submission
+
+
+def _unused_variables(config: Config) -> Iterator[str]:
+    """Yield what sbatch would have taken from the shell's variables, and the configuration does not say."""
+    cluster = config.cluster
+    for variable, key in _VARIABLES_OF_SBATCH.items():
+        value = os.environ.get(variable)
+        name = key.rpartition(".")[2]
+        is_said = name in cluster.slurm_extra or getattr(cluster, name, None) is not None
+        if value and not is_said:
+            yield f"{variable} is set and not used: a job depends on no shell; {key}={value} says it"
 
 
 def fitted(config: Config, site: Site, *, checks_memory: bool = True) -> Config:

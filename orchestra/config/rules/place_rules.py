@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -454,6 +455,38 @@ def rule_slurm_extra(config: Config, _: Situation) -> Iterator[str]:
             yield f"cluster.slurm_extra.{name}: {key} says that; set it there"
     for problem in option_problems({name: extra[name] for name, key in named.items() if key is None}):
         yield f"cluster.slurm_extra.{problem}; leave it out"
+
+
+def rule_gpus_of_extra(config: Config, _: Situation) -> Iterator[str]:
+    """GPUs in the site's own words take the place of those that follow from the ranks."""
+    cluster = config.cluster
+    ranks = cluster.gpus_per_node
+    if cluster.device is Device.cpu or cluster.share_devices or not isinstance(ranks, int):
+        return
+    for name, value in cluster.slurm_extra.items():
+        option = name.removeprefix("--").replace("-", "_")
+        given = _gpus_of_option(option, value)
+        needed, where = (ranks * cluster.nodes, "the job") if option == "gpus" else (ranks, "a node")
+        if given is not None and given < needed:
+            gpus = f"{given} GPU{'' if given == 1 else 's'}"
+            yield (
+                f"cluster.slurm_extra.{name}={shown(value)} gives {where} {gpus}, and its {needed} ranks "
+                f"(cluster.gpus_per_node={ranks}) want one each; make them the same"
+            )
+
+
+def _gpus_of_option(option: str, value: object) -> int | None:
+    """Return how many GPUs an option of sbatch asks for: gres=gpu:h100:2 or gpu; gpus=4 or h100:4. None where
+    it is about something else.
+    """
+    if option not in ("gres", "gpus", "gpus_per_task") or value in (None, False):
+        return None
+    words = value if isinstance(value, list) else str(value).split(",")
+    split = [re.split("[:=]", re.sub("^gres[:/]", "", str(word).strip()).partition("(")[0]) for word in words]
+    # Of a gres the name is in front.
+    own = [word[1:] for word in split if word[0] == "gpu"] if option == "gres" else split
+    counts = [int(word[-1]) if word and word[-1].isdecimal() else 1 for word in own]
+    return sum(counts) if counts else None
 
 
 def rule_srun_extra(config: Config, _: Situation) -> Iterator[str]:

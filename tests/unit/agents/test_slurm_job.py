@@ -111,6 +111,8 @@ def test_a_job_is_read_as_scontrol_shows_it() -> None:
     )
     word = OwnJob("RUNNING", "", 2, True, "orchestra:1a", "/shared/my runs/job.sbatch")
     assert parsed(text) == word
+    odd = text.replace("/shared/my runs/", "/shared/my runs/lr=3 b=1/")
+    assert parsed(odd) == replace(word, script="/shared/my runs/lr=3 b=1/job.sbatch")
     assert parsed(text.replace("PreemptTime=2026-11-21T15:29:08", "PreemptTime=None")) == replace(
         word, is_preempted=False
     )

@@ -186,6 +186,11 @@ def test_settings_of_a_cluster_that_matter_are_told() -> None:
     found = {finding.name: finding for finding in slurm_checks._rules(setup)}
     assert "cluster.requeue=chain" in found["requeueing"].advice
     assert [found[name].mark for name in ("requeueing", "kill wait", "arrays")] == [Mark.note] * 3
+    assert "array of its own" in found["arrays"].advice
+    none = {finding.name: finding for finding in slurm_checks._rules({**setup, "MaxArraySize": "0"})}[
+        "arrays"
+    ]
+    assert (none.mark, "submit the runs one by one" in none.advice) == (Mark.note, True)
     assert slurm_checks._accounting(setup).mark is Mark.note
 
 

@@ -23,6 +23,10 @@ run -c job --resolve train.steps=7 -> 0 steps: 7
 run --cfg job --package optim.lr -> 0 0.0003
 run --cfg hydra -> 2 choose from 'job'
 run --resolve -> 2 --cfg job
+submit -p gpu -> 2 a partition is cluster.partition=gpu
+submit -N4 -> 2 write cluster.nodes=4
+submit -t 10 -> 2 write cluster.time_limit=VALUE
+status -N 4 -> 2 unrecognized arguments
 run --info -> 0 model=debug
 run -m {CFG} train.steps=7,8 -> 0 # 001 train.steps=8
 run -m {CFG} train.steps=7,8 -p train.steps -> 0 8

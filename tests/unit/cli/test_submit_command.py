@@ -50,6 +50,18 @@ def test_wrong_wishes_end_with_2(words: list[str], message: str, orchestra: Comm
     assert message in orchestra(*words, code=2).err
 
 
+@pytest.mark.parametrize("more", [(), ("-m", "train.seed=1,2")], ids=["a job", "a sweep"])
+def test_what_sbatch_would_take_from_the_shell_is_told(
+    more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, orchestra: CommandLine
+) -> None:
+    for name, value in (("ACCOUNT", "mine"), ("PARTITION", "gpu"), ("RESERVATION", "ours"), ("QOS", "")):
+        monkeypatch.setenv(f"SBATCH_{name}", value)
+    told = orchestra("submit", *more, *CPU, "cluster.partition=cpu", "--dry-run").err
+    assert "note: SBATCH_ACCOUNT is set and not used: a job depends on no shell; cluster.account=mine" in told
+    assert "cluster.slurm_extra.reservation=ours says it" in told
+    assert told.count("is set and not used") == 2
+
+
 def test_gpus_are_asked_for_with_their_share_of_the_cores(tmp_path: Path) -> None:
     def script(**cluster: Any) -> str:
         base = ClusterConfig(launcher=LauncherName.slurm, device=Device.cuda, gpus_per_node=4, nodes=2)
@@ -62,6 +74,14 @@ def test_gpus_are_asked_for_with_their_share_of_the_cores(tmp_path: Path) -> Non
     named = script(slurm_extra={"gres": "gpu:h100:4"})
     assert "#SBATCH --gres=gpu:h100:4\n" in named
     assert "gpus-per-node" not in named
+    assert "cpus-per-task" not in script(slurm_extra={"cpus-per-gpu": 6})
+    # Another resource than a GPU comes beside them.
+    beside = script(slurm_extra={"gres": "nvme:1"})
+    assert "#SBATCH --gres=nvme:1\n" in beside
+    assert "#SBATCH --gpus-per-node=4\n" in beside
+    assert "gpus-per-node" not in script(slurm_extra={"gres": ["nvme:1", "gpu:4"]})
+    for words in ({"--gres": "shard:8"}, {"gres": "gres:gpu:4"}, {"tres-per-node": "gres/gpu=4"}):
+        assert "gpus-per-node" not in script(slurm_extra=words)
     assert "#SBATCH --cpus-per-task=12\n" in script(threads_per_rank=3)
 
 

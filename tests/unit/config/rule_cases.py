@@ -131,6 +131,19 @@ rule_slurm_extra
     cluster.slurm_extra={switches: 1} -> slurm_extra.switches | cluster.max_switches
     cluster.slurm_extra={nodes: 3} -> slurm_extra.nodes | cluster.nodes
     cluster.slurm_extra={array: 0-3} -> slurm_extra.array | sweep
+    cluster.slurm_extra={clusters: other} -> slurm_extra.clusters | export SLURM_CLUSTERS
+    cluster.slurm_extra={ntasks-per-gpu: 1} -> slurm_extra.ntasks-per-gpu | one task per node
+    cluster.slurm_extra={wait: true} -> slurm_extra.wait | --wait
+    cluster.slurm_extra={test-only: true} -> slurm_extra.test-only | --dry-run
+rule_gpus_of_extra
+    cluster.device=cuda  cluster.slurm_extra={gres: gpu:h100:1}  cluster.gpus_per_node=2
+        -> gives a node 1 GPU, and its 2 ranks
+    cluster.device=cuda  cluster.slurm_extra={gres: "gpu,shard:4"}  cluster.gpus_per_node=2
+        -> gives a node 1 GPU
+    cluster.device=cuda  cluster.slurm_extra={gres: gres/gpu=1}  cluster.gpus_per_node=2
+        -> gives a node 1 GPU
+    cluster.device=cuda  cluster.slurm_extra={gpus: 3}  cluster.gpus_per_node=2  cluster.nodes=2
+        -> gives the job 3 GPUs | 4 ranks
 rule_srun_extra
     cluster.srun_extra={kill-on-bad-exit: 1} -> srun_extra.kill-on-bad-exit | outlives
     cluster.srun_extra={container_image: x} -> srun_extra.container_image | cluster.container.image

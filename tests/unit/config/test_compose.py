@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from conf.schema import ClusterConfig, Config, Device, PrecisionName, Schedule
 from orchestra.config.compose import compose
-from orchestra.config.keys import known_keys
+from orchestra.config.keys import known_keys, written
 from orchestra.config.machine import Situation
 from orchestra.config.preset_files import GROUPS
 from orchestra.errors import ConfigError
@@ -62,6 +63,23 @@ def test_a_range_of_nodes_says_how_many_a_job_begins_with_and_may_go_on_with() -
     assert (config.cluster.nodes, config.cluster.min_nodes, config.recovery.min_nodes) == (4, 2, 2)
     config = compose((*overrides, "recovery.min_nodes=1"), situation).config
     assert (config.cluster.min_nodes, config.recovery.min_nodes) == (2, 1)
+
+
+@given(
+    st.recursive(
+        st.none()
+        | st.booleans()
+        | st.integers()
+        | st.text(st.characters(codec="utf-8", exclude_categories=["C"])),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["a", "b"]), inner),
+        max_leaves=4,
+    )
+)
+def test_a_value_is_written_as_hydra_reads_it(value: object) -> None:
+    text = written(value)
+    override = OverridesParser.create().parse_override(f"cluster.slurm_extra.x={text}")
+    assert not override.is_sweep_override()
+    assert override.value() == value, text
 
 
 def test_the_batch_size_that_was_said_last_counts() -> None:

@@ -125,6 +125,8 @@ def test_a_job_whose_answer_was_lost_is_looked_for_and_not_submitted_again(
 def test_an_id_and_an_estimate_are_read(slurm: FakeSlurm, tmp_path: Path) -> None:
     slurm.says("sbatch", prints="42;cluster")
     assert sbatch.submit(tmp_path / "script", LOST.token) == "42"
+    slurm.says("sbatch", prints="checking your budget\n43\nproject p1 has 10 hours left")
+    assert sbatch.submit(tmp_path / "script", LOST.token) == "43"
     where = "using 6 processors on nodes node[1-3] in partition main"
     said = f"sbatch: Job 9 to start at 2026-01-02T03:04:05 {where}"
     slurm.says("sbatch", complains=said)

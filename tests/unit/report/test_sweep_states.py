@@ -139,6 +139,11 @@ def test_reasons_are_told_in_words() -> None:
         "BeginTime": "after it was requeued",
         "JobHeldAdmin": "held by an administrator, who can let it go: `scontrol release 7`",
         "QOSMaxCpuPerUserLimit": "a limit of its QOS (QOSMaxCpuPerUserLimit)",
+        "AssocGrpNodeLimit": "waits for a limit of its account",
+        "QOSMaxNodePerJobLimit": "more than its QOS allows a job: it will not start as it is",
+        "AssocMaxGRESPerNode": "more than its account allows a job: it will not start",
+        "QOSMinGRES": "asks for less than its QOS allows a job: it will not start",
+        "AccountNotAllowed": "may not use this partition: it will not start",
         "Something New": "waits (Something New)",
     }.items():
         assert words in why_it_waits(JobState("7", "PENDING", reason))

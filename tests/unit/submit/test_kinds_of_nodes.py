@@ -49,6 +49,16 @@ def test_each_kind_has_its_job_and_its_configuration() -> None:
         assert script.index(first) < script.index("srun")
 
 
+def test_what_slurm_writes_with_signs_of_its_own_reaches_each_kind() -> None:
+    kinds = (
+        "{constraint: 'h100&ib', exclude: ['node[1-2]']}, {partition: 'a,b', setup: ['load x, y', \"it's\"]}"
+    )
+    (member,) = plan(with_cluster([*NODE, f"cluster.alternatives=[{kinds}]"]), SITE, ()).members
+    one, other = (config.cluster for config, _ in member.alternatives)
+    assert (one.constraint, one.exclude) == ("h100&ib", ["node[1-2]"])
+    assert (other.partition, other.setup) == ("a,b", ["load x, y", "it's"])
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

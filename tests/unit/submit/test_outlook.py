@@ -74,7 +74,8 @@ def test_a_job_costs_nodes_times_gpus_times_its_limit_spares_included() -> None:
         "gpu:a100:2,gpu:h100": 3,
         "gres:gpu:4": 4,
         "gpu:a100:2(S:0-1)": 2,
-        "gpumem:4G": 0,
+        # No GPUs: those of the ranks come beside it.
+        "gpumem:4G": 4,
     }
     for gres, count in per_node.items():
         assert cost_of(script(slurm_extra={"gres": gres})).gpus_per_node == count, gres

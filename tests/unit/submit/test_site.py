@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.fake_slurm import FakeSlurm
 
 from conf.schema import ClusterConfig, Config, Device, LauncherName
 from launchers.slurm.cluster import NodeKind, Partition
@@ -59,12 +60,23 @@ def asked(**cluster: Any) -> Config:
         ({"partition": "cpu"}, "no node of partition cpu has GPUs; use cluster.device=cpu"),
         ({"time_limit": "2-00:00:00"}, "is above the limit of main 1-00:00:00"),
         ({"time_limit": "UNLIMITED", "partition": "cpu", "device": Device.cpu}, None),
+        ({"time_limit": "UNLIMITED"}, "cluster.time_limit=UNLIMITED is above the limit of main 1-00:00:00"),
+        ({"time_limit": "2-00", "partition": "main,cpu"}, None),
     ],
 )
 def test_what_the_cluster_cannot_give_is_one_sentence(wishes: dict[str, Any], words: str | None) -> None:
     problems = list(site_problems(asked(**wishes), SITE))
     assert len(problems) == (0 if words is None else 1), problems
     assert words is None or words in problems[0]
+
+
+def test_a_qos_may_lift_the_partitions_time_limit(fake_slurm: FakeSlurm) -> None:
+    wishes = asked(time_limit="2-00", qos="long")
+    for flags, is_fine in (("DenyOnLimit,PartitionTimeLimit", True), ("DenyOnLimit", False), ("", False)):
+        fake_slurm.put("sacctmgr", f"echo {flags}")
+        assert (list(site_problems(wishes, SITE)) == []) is is_fine, flags
+    fake_slurm.put("sacctmgr", "echo 'sacctmgr: error: Socket timed out' >&2; exit 1")
+    assert list(site_problems(wishes, SITE)) == []
 
 
 @pytest.mark.parametrize(
