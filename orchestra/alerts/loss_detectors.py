@@ -29,7 +29,9 @@ _LEAST_RISE = 0.01
 
 
 def loss_spikes(run: ObservedRun, limits: Limits) -> Sequence[Finding]:
-    """Fire where several of the last rows have a loss far above those before, or one that is not finite."""
+    """Fire where several of the last rows have a loss far above those before, one has a loss that is not
+    finite, or several steps were skipped meanwhile: then a gradient can be all that was not.
+    """
     if run.training is None:
         return []
     if len(run.rows) < _FEWEST:
@@ -53,19 +55,33 @@ def loss_spikes(run: ObservedRun, limits: Limits) -> Sequence[Finding]:
         and event["step"] >= judged[0]["step"]
         and line.is_on_line(event["step"], event["attempt"])
     ]
-    if len(spikes) < limits.spikes and not not_finite and not told:
+    skipped = _newly_skipped(run.rows[max(0, first - 1) :])
+    are_many = bool(skipped) and skipped[-1][1] >= limits.spikes
+    if len(spikes) < limits.spikes and not not_finite and not told and not are_many:
         return []
     steps = [f"step {row['step']} ({row['loss']:.4g} where {usual:.4g} was usual)" for row, usual in spikes]
     steps += [f"step {row['step']} (not finite)" for row in not_finite]
     steps += [f"step {event.get('step')} ({event.get('loss')}, seen by the run)" for event in told]
     times = [*(row["time"] for row, _ in spikes), *(row["time"] for row in not_finite)]
     times += [event["time"] for event in told]
-    evidence = f"the loss leapt in the last {len(judged)} rows: {first_few(steps, _NAMED)}"
+    evidence = [f"the loss leapt in the last {len(judged)} rows: {first_few(steps, _NAMED)}"] if steps else []
+    if are_many:
+        times.append(skipped[0][0])
+        evidence.append(
+            f"{skipped[-1][1]} steps were skipped up to step {judged[-1]['step']}: "
+            "their loss or gradient was not finite"
+        )
     advice = (
         "recovery.loss_spike.action=skip leaves such steps out and roll_back goes back before them "
         f"({run.command('resume')} recovery.loss_spike.action=roll_back); a lower optim.lr makes them rarer"
     )
-    return [run.alert("loss_spikes", evidence, min(times), advice)]
+    return [run.alert("loss_spikes", "; ".join(evidence), min(times), advice)]
+
+
+def _newly_skipped(rows: Sequence[Record]) -> list[tuple[float, int]]:
+    """Return when steps were found skipped since the first of some rows, and how many by then."""
+    counts = [(row["time"], row["nonfinite_steps"]) for row in rows if is_whole(row.get("nonfinite_steps"))]
+    return [(time, count - counts[0][1]) for time, count in counts if count > counts[0][1]]
 
 
 def _usual_where_it_leaps(rows: Sequence[Record], index: int, factor: float) -> float | None:

@@ -23,7 +23,7 @@ from orchestra.sizes.flops import (
     num_parameters,
     without_experts,
 )
-from orchestra.sizes.topology import Layout
+from orchestra.sizes.topology import Layout, most_nodes
 from orchestra.sizes.training_shape import PipelineStage, TrainingShape, even_stages
 
 # nanotron divides after the output product too: the cast to fp32 and the loss may have stages of their own.
@@ -179,7 +179,8 @@ class PlanCase(TrainingShape):
 
     def group(self, num_ranks: int, stride: int) -> CollectiveGroup:
         """Return the group of `num_ranks` ranks that are `stride` apart: tp 1, cp tp, data-parallel tp."""
-        return CollectiveGroup(num_ranks, min(num_ranks, -(-num_ranks * stride // self.devices_per_node)))
+        nodes = most_nodes(num_ranks, stride, self.devices_per_node, self.layout.world_size)
+        return CollectiveGroup(num_ranks, nodes)
 
 
 def num_chunks(case: PlanCase) -> int:

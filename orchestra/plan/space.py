@@ -27,7 +27,7 @@ from orchestra.plan.case import PlanCase
 from orchestra.plan.frameworks import OWN
 from orchestra.sizes.flops import head_splits, tensor_splits
 from orchestra.sizes.pipeline_schedule import shape_of_pipeline
-from orchestra.sizes.topology import Layout, divisors, rank_share
+from orchestra.sizes.topology import Layout, divisors, most_nodes, rank_share
 
 ZERO_STAGES = (0, 1, 2, 3)
 # What a search turns, by its key in a configuration. Data parallelism takes what the other axes leave.
@@ -140,8 +140,12 @@ class Space:
         return possible if kept is None else [degree for degree in possible if degree == kept]
 
     def _tensor_degrees(self, ranks: int) -> list[int]:
-        most = ranks if self.wide or self.fixed.tp is not None else self.base.devices_per_node
-        return [tp for tp in tensor_splits(self.base.model) if tp <= most and ranks % tp == 0]
+        is_any, per_node = self.wide or self.fixed.tp is not None, self.base.devices_per_node
+        return [
+            tp
+            for tp in tensor_splits(self.base.model)
+            if ranks % tp == 0 and (is_any or most_nodes(tp, 1, per_node, ranks) == 1)
+        ]
 
     def _context_degrees(self, ranks: int, tp: int) -> list[int]:
         seq_len = self.base.seq_len

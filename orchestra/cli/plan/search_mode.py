@@ -24,8 +24,10 @@ from orchestra.config.keys import shown
 from orchestra.config.machine import Situation, world_size
 from orchestra.config.overrides import Checked, check_overrides
 from orchestra.config.rules.all_rules import problems_of
-from orchestra.config.rules.plugin_rules import rule_block, rule_optimizer
-from orchestra.config.rules.shape_rules import rule_fp8, rule_in_pipeline, rule_offload
+from orchestra.config.rules.mixture_rules import rule_expert_placement, rule_latent_attention
+from orchestra.config.rules.plugin_rules import rule_block, rule_loss, rule_optimizer
+from orchestra.config.rules.recovery_rules import rule_replay
+from orchestra.config.rules.shape_rules import rule_fp8, rule_in_pipeline, rule_noise_scale, rule_offload
 from orchestra.errors import EXIT_DONE, EXIT_FAILED, ConfigError
 from orchestra.plan.assemble import for_planning
 from orchestra.plan.case import PlanCase
@@ -50,7 +52,10 @@ _NUM_UNFIT = 5
 _SAME = 5e-4
 _WIDER = "tp beyond a node and cp into short pieces too, since nothing fits otherwise"
 # What depends on the layout and is nothing that the planner counts.
-_OF_LAYOUTS = (rule_in_pipeline, rule_fp8, rule_optimizer, rule_block)
+_OF_LAYOUTS = (
+    *(rule_in_pipeline, rule_fp8, rule_optimizer, rule_block, rule_loss),
+    *(rule_latent_attention, rule_expert_placement, rule_noise_scale, rule_replay),
+)
 # What binds, in one word for a column.
 _SHORT = {
     "collectives in the layers": "collectives",
@@ -394,9 +399,12 @@ def refused_today(config: Config, case: PlanCase) -> list[str]:
     """
     choice = choice_of(case)
     degrees = {axis: degree for axis, degree in choice.mesh._asdict().items() if axis != "dp"}
-    parallelism = replace(config.parallelism, **degrees, zero=choice.zero)
+    split = choice.sequence_parallel
+    parallelism = replace(config.parallelism, **degrees, dp="auto", zero=choice.zero, sequence_parallel=split)
     # What `overrides_of` leaves out.
     train = replace(config.train, micro_batch_size=choice.micro_batch_size, recompute_budget_gib=None)
+    if train.global_batch_tokens is None and not train.batch_ramp:
+        train = replace(train, global_batch_size=case.tokens_per_step // case.seq_len)
     laid_out = replace(config, parallelism=parallelism, train=train)
     return [problem for rule in _OF_LAYOUTS for problem in rule(laid_out, Situation("plan"))]
 
@@ -408,7 +416,7 @@ def runs_today(config: Config) -> Callable[[PlanCase], bool]:
     def runs(case: PlanCase) -> bool:
         choice = choice_of(case)
         # All that the rules look at: thousands of layouts share a few hundred of these.
-        looked_at = (choice.mesh._replace(dp=0), choice.zero, choice.micro_batch_size)
+        looked_at = (choice.mesh, choice.zero, choice.micro_batch_size, choice.sequence_parallel)
         if looked_at not in known:
             known[looked_at] = not refused_today(config, case)
         return known[looked_at]

@@ -289,6 +289,18 @@ def test_a_loss_that_is_not_finite_needs_no_second_one(recorded: RecordedRun) ->
     assert "loss_spikes" in not_finite(recorded).alerts()
 
 
+def test_steps_that_are_skipped_for_their_gradients_are_an_alert(recorded: RecordedRun) -> None:
+    steady(recorded)
+    recorded.train(5, FALLING, nonfinite_steps=3).train(1, FALLING, nonfinite_steps=4)
+    assert "loss_spikes" not in recorded.alerts(), "one is none, and earlier ones are over"
+    recorded.train(5, FALLING, nonfinite_steps=6)
+    (alert,) = (alert for alert in recorded.look().alerts if alert.key == "loss_spikes")
+    assert "3 steps were skipped up to step 311: their loss or gradient was not finite" in alert.evidence
+    assert "leapt" not in alert.evidence
+    recorded.train(101, FALLING, nonfinite_steps=6)
+    assert "loss_spikes" not in recorded.alerts()
+
+
 def test_a_checkpoint_is_too_old_by_what_its_configuration_says(tmp_path: Path) -> None:
     every = {
         "by steps": {"every_steps": 60},

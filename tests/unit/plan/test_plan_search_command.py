@@ -87,8 +87,13 @@ def test_a_layout_shares_out_each_batch_of_a_ramp(plan: PlanCommand) -> None:
             "train.micro_batch_size=1",
             "divides, and train.micro_batch",
         ),
+        (
+            ["train.noise_scale_every=10", "train.seq_len=65536"],
+            "parallelism.cp=2",
+            "a gradient of its own sequences alone",
+        ),
     ],
-    ids=["muon", "fp8"],
+    ids=["muon", "fp8", "noise-scale"],
 )
 def test_what_runs_today_is_no_layout_that_the_trainer_refuses(
     plan: PlanCommand, typed: list[str], refused: str, why: str

@@ -15,10 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.planner.gpu_rows import FP8, NEWEST, ROWS, GpuRow
 from benchmarks.planner.gpu_rows import case as gpu_case
 from conf.schema import Offload, PrecisionName, Scaling
+from orchestra.cli.plan import configuration
+from orchestra.plan.assemble import case_of
 from orchestra.plan.compute import layer_time
 from orchestra.plan.devices import EFA_H100, INFINIBAND_400, CollectiveGroup
+from orchestra.plan.frameworks import OWN
 from orchestra.plan.kernels.memory_passes import _bytes_each
 from orchestra.plan.predict import predict, step_time
+from orchestra.plan.space import Fixed, space_of
 from orchestra.precision.fp8 import FORWARD, attach_rounded, round_weight_, rounded, turned
 from orchestra.sizes.units import GIB
 
@@ -104,6 +108,20 @@ def test_bandwidth_between_nodes_meets_the_measured_points() -> None:
 def test_one_adapter_per_rank_limits_rings_with_one_rank_a_node() -> None:
     one, eight = (INFINIBAND_400.all_reduce_s(1e9, CollectiveGroup(n, 4), 450e9) for n in (4, 32))
     assert one > 4 * eight
+
+
+def test_neighbours_that_nodes_cut_in_two_meet_between_them() -> None:
+    words = ["model=llama3_8b", "precision=bf16", "train.global_batch_size=12", "cluster.hardware=h100"]
+    words += ["cluster=slurm", "parallelism.tp=4", "train.micro_batch_size=1"]
+    configs = [
+        configuration([*words, f"cluster.gpus_per_node={per_node}", f"cluster.nodes={nodes}"])
+        for per_node, nodes in ((4, 3), (6, 2))
+    ]
+    four, six = map(case_of, configs)
+    assert (four.group(4, 1).num_nodes, six.group(4, 1).num_nodes) == (1, 2)
+    assert predict(six).time.tensor_parallel > 2 * predict(four).time.tensor_parallel
+    # Neither does a search propose them unless nothing else fits.
+    assert {mesh.tp for mesh in space_of(configs[1], OWN, 12, Fixed()).meshes()} == {1, 2}
 
 
 LLAMA_70B = {"num_hidden_layers": 80, "hidden_size": 8192, "intermediate_size": 28672}
