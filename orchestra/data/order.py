@@ -94,7 +94,8 @@ class Ledger:
 
     def write(self, step: int, sample_ids: Int64) -> None:
         """Record the ids [A, B] that this rank trained on in `step`."""
-        self._file.write({"step": step, "attempt": self._attempt, "sample_ids": sample_ids.tolist()})
+        record = {"step": step, "attempt": self._attempt, "sample_ids": sample_ids.tolist()}
+        self._file.write_or_keep(record)
 
 
 def read_ledger(run: RunDir) -> dict[int, list[int]]:

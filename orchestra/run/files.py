@@ -8,13 +8,16 @@ writing cuts it first, so that a torn line never ends up in the middle.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import math
 import os
 import re
 import secrets
+import sys
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -22,6 +25,8 @@ from typing import Any, BinaryIO
 Record = dict[str, Any]
 
 _TAIL_BYTES = 1 << 16
+# Records that wait for room on a disk: at some hundred bytes each a few megabytes.
+MOST_KEPT = 10_000
 
 
 def finite_or_null(value: Any) -> Any:
@@ -97,7 +102,10 @@ class JsonLinesWriter:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         cut_torn_line(path)
+        self._path = path
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        # What the disk did not take, oldest first.
+        self._kept: deque[Record] = deque(maxlen=MOST_KEPT)
         # Two threads at once would be fine, were it not for the part of a record that is taken back.
         self._lock = threading.Lock()
 
@@ -110,6 +118,30 @@ class JsonLinesWriter:
                 # The disk is full: take the part back, or the next record would end up inside it.
                 os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def write_or_keep(self, record: Record) -> None:
+        """Append one record after those that are kept, and keep it where the disk takes none: whoever writes
+        goes on. *One thread only*. Of more than MOST_KEPT the oldest are lost; the first one that is kept is
+        told of on standard error.
+        """
+        was_kept = bool(self._kept)
+        self._kept.append(record)
+        problem = self.write_kept()
+        if problem is not None and not was_kept:
+            words = f"{self._path} cannot be written: {problem}; its records are kept until it can be\n"
+            # The log that takes it may lie on the same disk.
+            with contextlib.suppress(OSError):
+                sys.stderr.write(words)
+
+    def write_kept(self) -> str | None:
+        """Append what is kept; return why the disk does not take it, None where nothing is left."""
+        try:
+            while self._kept:
+                self.write(self._kept[0])
+                self._kept.popleft()
+        except OSError as error:
+            return error.strerror or str(error)
+        return None
 
     def sync(self) -> None:
         """Wait until what was written is on the disk."""

@@ -218,12 +218,14 @@ class MetricsLog:
             row = {**row, **self.overflows.columns(trained.step), **saves, **self.beside}
             self.beside.clear()
             row = {**row, **self.callbacks.columns(trained.step, row)}
-            self.file.write(row)
+            # A full disk takes no row, and no training either.
+            self.file.write_or_keep(row)
             if self.tensorboard is not None:
                 self.tensorboard.add(row)
 
     def close(self) -> None:
-        """Write what is left elsewhere than in the file; waits two seconds at most."""
+        """Write what is left, of TensorBoard's files for two seconds at most."""
+        self.file.write_kept()
         if self.tensorboard is not None:
             self.tensorboard.close()
 

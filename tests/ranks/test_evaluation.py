@@ -31,9 +31,10 @@ from conf.schema import Config, EvalConfig, Offload, Recompute, RunConfig
 from orchestra.data.source import TokenSamples
 from orchestra.model.loss import cross_entropy_sum
 from orchestra.model.weight_gradients import WeightGradient, attach
+from orchestra.run.events import EventWriter
 from orchestra.run.metrics_file import eval_column, read_metrics
 from orchestra.run.paths import RunDir
-from orchestra.train.inference.evaluation import HeldOutLoss
+from orchestra.train.inference.evaluation import Evaluation, HeldOutLoss
 from orchestra.train.state import TensorState
 
 COLUMN = eval_column("held_out")
@@ -176,3 +177,13 @@ def test_a_run_that_evaluates_and_resumes_has_the_bits_of_one_that_does_not(
     storage = open_storage(path / "checkpoints")
     scores = {step: read_manifest(storage, step).state["score"] for step in attempts.committed(path)}
     assert scores == {5: None, 10: None, 12: told[12]}
+
+
+def test_a_full_disk_takes_the_record_of_an_evaluation_and_no_more(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.events.mkdir()
+    run.event_file("rank").symlink_to("/dev/full")
+    training, mesh = start(0, 1, config())
+    loss = HeldOutLoss({"few": samples(3, 2)}, None, training.parallelized.model, training.batch, mesh)
+    evaluation = Evaluation(EvalConfig(), 4, loss, EventWriter(run, "rank", 0), compiles=False)
+    assert evaluation.run(2, lambda: None).losses == loss.compute()

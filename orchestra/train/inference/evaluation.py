@@ -8,6 +8,7 @@ Shape letters: B sequences of one micro-batch, S sequence length, N samples.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -211,7 +212,9 @@ class Evaluation:
         found = Evaluated(losses, time.perf_counter() - began)
         if self._events is not None:
             known = {name: loss if math.isfinite(loss) else None for name, loss in losses.items()}
-            self._events.write("evaluated", step=step, losses=known, seconds=found.seconds)
+            # A full disk takes the record; the other ranks train on.
+            with contextlib.suppress(OSError):
+                self._events.write("evaluated", step=step, losses=known, seconds=found.seconds)
         return found
 
 

@@ -13,8 +13,10 @@ and are recorded only.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -173,14 +175,17 @@ class NonFiniteGuard(StepHook):
         self.num_skipped += 1
         self._num_in_a_row += 1
         loss, grad_norm = repr(float(result.loss)), repr(float(result.grad_norm))
-        self._events.write("nonfinite_step", step=step, loss=loss, grad_norm=grad_norm)
+        self._record("nonfinite_step", step, loss=loss, grad_norm=grad_norm)
+
+    def _record(self, event: str, step: int, **evidence: Any) -> None:
+        # A full disk takes the record; the training goes on, on all ranks alike.
+        with contextlib.suppress(OSError):
+            self._events.write(event, step=step, **evidence)
 
     def _spiked(self, step: int, result: StepResult) -> TrainingError | BadSteps | None:
         """Record a spike; return what the policy makes of it."""
         loss, grad_norm = float(result.loss), float(result.grad_norm)
-        self._events.write(
-            "loss_spike", step=step, action=self._on_spike.name, loss=loss, grad_norm=grad_norm
-        )
+        self._record("loss_spike", step, action=self._on_spike.name, loss=loss, grad_norm=grad_norm)
         problem = f"step {step}: the loss rose to {loss:.4g}, far above the last ones"
         if self._on_spike is OnSpike.roll_back:
             return BadSteps(step, step, SPIKE, problem)
@@ -232,5 +237,6 @@ class OverflowLog:
         num_new, self._num_recorded = state.num_overflows - self._num_recorded, state.num_overflows
         if num_new:
             evidence = {"num_skipped": num_new, "loss_scale": state.scale}
-            self._events.write("loss_scale_lowered", step=step, **evidence)
+            with contextlib.suppress(OSError):
+                self._events.write("loss_scale_lowered", step=step, **evidence)
         return {"loss_scale": state.scale, "overflow_steps": state.num_overflows}

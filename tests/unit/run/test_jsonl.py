@@ -9,6 +9,8 @@ import sys
 import threading
 from pathlib import Path
 
+import pytest
+
 from orchestra.run.files import JsonLinesReader, JsonLinesWriter, cut_torn_line, read_json_lines
 
 
@@ -64,6 +66,37 @@ def test_a_full_disk_raises_and_leaves_no_half_record(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     subprocess.run([sys.executable, "-c", _WRITE_UNTIL_FULL, str(path)], check=True)
     assert [json.loads(line) for line in path.read_text().splitlines()] == [{"step": 1}, {"s": 3}]
+
+
+# The limit on a file's size is lifted again, as room comes back on a disk.
+_KEEP_WHILE_FULL = """
+import resource
+import signal
+import sys
+from pathlib import Path
+from orchestra.run.files import JsonLinesWriter
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+writer = JsonLinesWriter(Path(sys.argv[1]))
+hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+resource.setrlimit(resource.RLIMIT_FSIZE, (20, hard))
+for step in range(1, 5):
+    writer.write_or_keep({"step": step})
+print(Path(sys.argv[1]).read_text().count("\\n"))
+resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+writer.write_or_keep({"step": 5})
+"""
+
+
+@pytest.mark.parametrize("has_log", [True, False])
+def test_what_a_full_disk_refuses_is_kept_and_written_in_its_order(tmp_path: Path, has_log: bool) -> None:
+    path = tmp_path / "a.jsonl"
+    # The log may lie on the same disk.
+    words = f"exec {sys.executable} -c '{_KEEP_WHILE_FULL}' {path} {'' if has_log else '2> /dev/full'}"
+    ended = subprocess.run(["sh", "-c", words], check=True, capture_output=True, text=True)
+    assert ended.stdout == "1\n"
+    problem = f"{path} cannot be written: No space left on device; its records are kept until it can be\n"
+    assert ended.stderr == (problem if has_log else "")
+    assert [record["step"] for record in read_json_lines(path)] == [1, 2, 3, 4, 5]
 
 
 def test_records_of_several_threads_stay_whole(tmp_path: Path) -> None:

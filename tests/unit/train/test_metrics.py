@@ -9,12 +9,14 @@ import timeit
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from checkpointing.lineage import AttemptBegin, Base, Lineage
 from conf.schema import ClusterConfig, Config, ModelConfig, ParallelismConfig, Recompute, TrainConfig
-from orchestra.run.events import node_writer
+from orchestra.data.loader import Batch
+from orchestra.run.events import EventWriter, node_writer
 from orchestra.run.files import JsonLinesWriter, Record
 from orchestra.run.metrics_file import METRIC_KEYS, rows_that_count
 from orchestra.run.paths import RunDir
@@ -24,15 +26,20 @@ from orchestra.sizes.flops import (
     model_flops_per_token,
     model_flops_per_token_causal,
 )
+from orchestra.sizes.topology import StepBatches
 from orchestra.train import metrics
+from orchestra.train.hooks import StepResult, TrainedStep
 from orchestra.train.metrics import (
     Meter,
     MeterSettings,
+    MetricsLog,
     Totals,
     initial_totals,
     memory_peak_bytes,
     meter_settings,
 )
+from orchestra.train.watch.bad_losses import OverflowLog
+from orchestra.train.watch.callbacks import Callbacks
 
 CPU = torch.device("cpu")
 
@@ -168,6 +175,23 @@ def test_a_step_and_its_row_cost_less_than_a_hundredth_of_a_fifty_millisecond_st
         costs.append(time.perf_counter() - began)
     writer.close()
     assert sorted(costs)[len(costs) // 2] < 0.05 / 100
+
+
+def test_a_disk_that_takes_no_row_ends_no_training(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.symlink_to("/dev/full")
+    train = TrainConfig(global_batch_size=1)
+    no_overflows = OverflowLog(None, EventWriter(RunDir(tmp_path), "rank", 0))
+    log = MetricsLog(
+        make_meter(), JsonLinesWriter(path), no_overflows, StepBatches(train, dp=1), Callbacks([])
+    )
+    scalar = torch.tensor(2.0)
+    result = StepResult(scalar, scalar, torch.tensor(data=False), lr=1e-3)
+    batch = Batch(torch.zeros(1, 1, 2, dtype=torch.int64), np.zeros((1, 1), dtype=np.int64), 1)
+    for step in (1, 2):
+        trained = TrainedStep(step, batch, result, time.perf_counter(), 0.0)
+        log.add(trained, is_logged=True, num_skipped=0)
+    log.close()
 
 
 @pytest.fixture

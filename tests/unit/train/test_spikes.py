@@ -103,6 +103,17 @@ def test_a_spike_is_told_when_results_are_read_and_ends_nothing(action: OnSpike,
     assert guard.num_skipped == 0
 
 
+def test_a_full_disk_takes_the_record_of_a_bad_loss_and_changes_no_verdict(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.events.mkdir()
+    run.event_file("rank").symlink_to("/dev/full")
+    guard = guard_of(run, OnSpike.warn)
+    assert guard.verdict(7, result(9.0, is_spike=True), must_read=True) is None
+    bad = replace(result(float("nan"), is_spike=False), was_skipped=torch.tensor(True))
+    assert guard.verdict(8, bad, must_read=True) is None
+    assert guard.counts() == NonFiniteSteps(1, 1)
+
+
 def test_stop_ends_at_the_spike_itself_and_none_judges_nothing(tmp_path: Path) -> None:
     failure = guard_of(RunDir(tmp_path), OnSpike.stop).verdict(7, result(9.0, is_spike=True), must_read=False)
     assert isinstance(failure, LossSpikeError)
