@@ -443,11 +443,12 @@ def _profiler(
         built.parallelized.stage.settle()
         stopping.settle()
 
-    def written(first: int, last: int, token: str | None) -> None:
+    def written(first: int, last: int, token: str | None, problem: str | None) -> None:
         # A full disk takes the record.
         with contextlib.suppress(OSError):
-            asked = {} if token is None else {"token": token}
-            rank.events.write("profiled", step=last, first_step=first, **asked)
+            evidence = {"token": token, "problem": problem}
+            given = {key: value for key, value in evidence.items() if value is not None}
+            rank.events.write("profiled", step=last, first_step=first, **given)
 
     return StepProfiler(config.train.profile, rank.run, mesh.rank, mesh.traffic, settle, written)
 

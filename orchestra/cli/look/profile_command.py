@@ -7,6 +7,7 @@ rank leaves a Chrome trace, a table, and on a GPU the allocator's history, in th
 from __future__ import annotations
 
 import json
+import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
@@ -48,7 +49,9 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Ask, wait for the trace, and return 0; 1 where the attempt or ten minutes end before it is there."""
+    """Ask, wait for the trace, and return 0; 1 where the attempt or ten minutes end before it is there, or
+    where a rank could not write its own.
+    """
     chosen = resolve(arguments.run, arguments.dir)
     attempt = _training(chosen)
     sizes = [event.get("world_size") for event in attempt.named("training_started")]
@@ -73,8 +76,14 @@ def run(arguments: Namespace) -> int:
             print(problem)
             return EXIT_FAILED
         time.sleep(_POLL_S)
-    _tell(chosen, traced, arguments)
-    return EXIT_DONE
+    unwritten = [event for event in traced if event.get("problem")]
+    for event in unwritten:
+        words = f"rank {event['rank']} could not write its trace: {event['problem']}"
+        print(f"{words}; make room there, and ask again", file=sys.stderr)
+    if len(unwritten) == len(traced):
+        return EXIT_FAILED
+    _tell(chosen, [event for event in traced if event not in unwritten], arguments)
+    return EXIT_FAILED if unwritten else EXIT_DONE
 
 
 def _training(run: RunDir) -> Attempt:

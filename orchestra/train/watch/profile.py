@@ -11,7 +11,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
 import torch
@@ -62,8 +62,11 @@ class StepProfiler(StepHook):
         rank: int,
         traffic: Traffic | None = None,
         settle: Callable[[], None] = lambda: None,
-        on_written: Callable[[int, int, str | None], None] = lambda _first, _last, _token: None,
+        on_written: Callable[[int, int, str | None, str | None], None] = lambda *_: None,
     ) -> None:
+        """`on_written` is called with the first and the last step of a trace, who asked for it, and why it
+        could not be written; None where it was.
+        """
         # The same on all ranks, also on those that trace nothing; none has a step of another.
         self._orders: list[_Order] = []
         if config.enabled and config.ranks:
@@ -100,14 +103,25 @@ class StepProfiler(StepHook):
         return _UNTRACED
 
     def write(self) -> None:
-        """Write the trace that has come to its end, if one has; it may take longer than a step has."""
+        """Write the trace that has come to its end, if one has; it may take longer than a step has. A disk
+        that does not take it ends no training.
+        """
         ended, self._ended = self._ended, None
         if ended is None:
             return
         tracing, order = ended
-        self._write(tracing, is_recorder=self._rank == min(order.ranks, default=0))
+        stem = f"rank-{self._rank:05d}-steps-{self._began_at}-{self._ended_at}"
+        problem: str | None = None
+        try:
+            self._write(tracing, stem, is_recorder=self._rank == min(order.ranks, default=0))
+        except OSError as error:
+            problem = f"{self._run.profile}: {error.strerror or error}"
+            self._remove(stem)
+        finally:
+            if torch.cuda.is_available():
+                torch.cuda.memory._record_memory_history(enabled=None)
         self._bytes_sent.clear()
-        self._on_written(self._began_at, self._ended_at, order.token)
+        self._on_written(self._began_at, self._ended_at, order.token, problem)
 
     def close(self) -> None:
         """Write what was traced, if that has not been done; call it when the loop has ended."""
@@ -150,16 +164,20 @@ class StepProfiler(StepHook):
         self._profile = profile(activities=activities, record_shapes=True)
         self._profile.start()
 
-    def _write(self, tracing: profile, *, is_recorder: bool) -> None:
+    def _remove(self, stem: str) -> None:
+        """Remove what there is of a trace that could not be written: nobody can read a part of it."""
+        for path in self._run.profile.glob(f"{stem}[.-]*"):
+            with suppress(OSError):
+                path.unlink()
+
+    def _write(self, tracing: profile, stem: str, *, is_recorder: bool) -> None:
         folder = self._run.profile
         folder.mkdir(parents=True, exist_ok=True)
-        stem = f"rank-{self._rank:05d}-steps-{self._began_at}-{self._ended_at}"
         tracing.export_chrome_trace(str(folder / f"{stem}.json.gz"))
         order = "self_cpu_time_total"
         if torch.cuda.is_available():
             order = "self_cuda_time_total"
             torch.cuda.memory._dump_snapshot(str(folder / f"{stem}-memory.pickle"))  # type: ignore[no-untyped-call]
-            torch.cuda.memory._record_memory_history(enabled=None)
         operations = tracing.key_averages().table(sort_by=order, row_limit=_TABLE_ROWS)
         shares = self._shares(tracing)
         shown = "" if shares is None else "\n".join(shares.table()) + "\n"

@@ -55,7 +55,7 @@ def test_a_run_that_ends_or_resumes_inside_the_range_traces_its_part(tmp_path: P
 
 
 def test_steps_that_are_asked_for_go_beside_those_of_the_configuration(tmp_path: Path) -> None:
-    told: list[tuple[int, int, str | None]] = []
+    told: list[tuple[int, int, str | None, str | None]] = []
     run = RunDir(tmp_path)
     config = ProfileConfig(enabled=True, steps=[4, 5])
     traced = StepProfiler(config, run, 0, on_written=lambda *what: told.append(what))
@@ -71,7 +71,8 @@ def test_steps_that_are_asked_for_go_beside_those_of_the_configuration(tmp_path:
                 # Would meet the configured steps, which are no other's on any rank.
                 profiler.trace(4, 2, [1], "after")
                 profiler.trace(4, 3, [0], "last")
-    assert told == [(2, 2, "before"), (4, 5, None), (6, 7, "after"), (8, 10, "last")]
+    asked = [(2, 2, "before"), (4, 5, None), (6, 7, "after"), (8, 10, "last")]
+    assert told == [(*steps, None) for steps in asked]
 
 
 def test_no_step_lasts_until_its_trace_is_written(tmp_path: Path) -> None:
@@ -83,6 +84,20 @@ def test_no_step_lasts_until_its_trace_is_written(tmp_path: Path) -> None:
     assert not run.profile.exists()
     profiler.write()
     assert len(list(run.profile.iterdir())) == 3
+
+
+@pytest.mark.parametrize("ending", [".json.gz", ".txt"])
+def test_a_disk_that_takes_no_trace_ends_no_training_and_is_told(tmp_path: Path, ending: str) -> None:
+    run, told = RunDir(tmp_path), list[tuple[object, ...]]()
+    run.profile.mkdir()
+    (run.profile / f"rank-00000-steps-1-1{ending}").symlink_to("/dev/full")
+    config = ProfileConfig(enabled=True, steps=[1, 1])
+    profiler = StepProfiler(config, run, 0, on_written=lambda *evidence: told.append(evidence))
+    with profiler.around_step(1):
+        pass
+    profiler.write()
+    assert told == [(1, 1, None, f"{run.profile}: No space left on device")]
+    assert list(run.profile.iterdir()) == []
 
 
 def test_an_error_in_a_traced_step_passes_through(tmp_path: Path) -> None:
