@@ -37,6 +37,8 @@ class PeakShares:
 _REACHED = {
     "a100": PeakShares(0.85, 0.50, "set on llm-foundry's published A100 runs"),
     "h100": PeakShares(0.757, 0.28, "fitted on the Ultra-Scale Playbook's H100 runs", 1.5),
+    "a800": PeakShares(0.85, 0.50, "the A100's, whose processor it has"),
+    "h800": PeakShares(0.757, 0.28, "the H100's, whose processor it has", 1.5),
     "h200": PeakShares(0.757, 0.28, "the H100's; they meet torchtitan's H200 runs", 1.5),
     "b200": PeakShares(0.757, 0.28, "the H100's; they meet NeMo's B200 runs", 1.5),
     "gb200": PeakShares(0.66, 0.25, "set on published GB200 runs (DGX Cloud, Megatron Bridge)", 1.5),
@@ -47,6 +49,7 @@ _REACHED = {
     # 620 of 1,307 TFLOP/s in bf16 products, 990 of 2,615 in fp8 (SemiAnalysis, "MI300X vs H100 vs H200
     # Benchmark", December 2024). Attention: assumed to reach as many FLOP/s as on an H100.
     "mi300x": PeakShares(0.47, 0.21, "products measured by SemiAnalysis, attention assumed"),
+    "mi325x": PeakShares(0.47, 0.21, "the MI300X's, whose processor it has"),
 }
 
 

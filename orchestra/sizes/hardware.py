@@ -84,6 +84,11 @@ TABLE: tuple[Hardware, ...] = (
         num_processors=108,
     ),
     Hardware(
+        *("a800_80", ("NVIDIA A800-SXM4-80GB",), _AMPERE, 81920 * MIB, 2039e9, 200e9),
+        source=f"{_A100}; A800: eight links of 25 GB/s each way, of twelve",
+        num_processors=108,
+    ),
+    Hardware(
         "h100",
         ("NVIDIA H100 80GB HBM3",),
         _HOPPER_SXM,
@@ -106,6 +111,11 @@ TABLE: tuple[Hardware, ...] = (
     Hardware(
         *("h100_nvl", ("NVIDIA H100 NVL",), _HOPPER_NVL, 95830 * MIB, 3938e9, 300e9),
         source=f"NVIDIA H100 datasheet (2024), NVL, {_HALF}",
+        num_processors=132,
+    ),
+    Hardware(
+        *("h800", ("NVIDIA H800",), _HOPPER_SXM, 81559 * MIB, 3352e9, 200e9),
+        source=f"{_H100}, SXM5; H800: eight links of 25 GB/s each way, of eighteen",
         num_processors=132,
     ),
     Hardware(
@@ -152,6 +162,11 @@ TABLE: tuple[Hardware, ...] = (
     Hardware(
         *("mi300x", ("AMD Instinct MI300X",), _peaks(163.4, 1307.4, 2614.9), 196608 * MIB, 5300e9, 448e9),
         source="AMD Instinct MI300X datasheet (2023); seven links of 64 GB/s each way",
+        num_processors=304,
+    ),
+    Hardware(
+        *("mi325x", ("AMD Instinct MI325X",), _peaks(163.4, 1307.4, 2614.9), 262144 * MIB, 6000e9, 448e9),
+        source="AMD Instinct MI325X datasheet (2024); the MI300X's processor with other memory",
         num_processors=304,
     ),
     UNKNOWN,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from orchestra.sizes.hardware import TABLE, UNKNOWN, detect_gpus, num_visible, peak_flops, row
@@ -13,21 +16,36 @@ from orchestra.sizes.hardware import TABLE, UNKNOWN, detect_gpus, num_visible, p
         ("NVIDIA A100-SXM4-40GB", "a100_40", 312),
         ("NVIDIA A100-SXM4-80GB", "a100_80", 312),
         ("NVIDIA A100 80GB PCIe", "a100_80_pcie", 312),
+        ("NVIDIA A800-SXM4-80GB", "a800_80", 312),
         ("NVIDIA H100 80GB HBM3", "h100", 989.4),
         ("NVIDIA H100 PCIe", "h100_pcie", 756),
         ("NVIDIA H100 NVL", "h100_nvl", 835.5),
+        ("NVIDIA H800", "h800", 989.4),
         ("NVIDIA H200", "h200", 989.4),
         ("NVIDIA B200", "b200", 2250),
         ("NVIDIA GB200", "gb200", 2500),
         ("AMD Instinct MI250X", "mi250x", 191.5),
         ("AMD Instinct MI250", "mi250", 181.05),
         ("AMD Instinct MI300X", "mi300x", 1307.4),
+        ("AMD Instinct MI325X", "mi325x", 1307.4),
     ],
 )
 def test_device_names_of_torch_find_their_row(device_name: str, name: str, bf16_tflops: float) -> None:
     assert row(device_name).name == row(name).name == name
     for precision in ("bf16", "bf16_fp32_grad", "fp16"):
         assert peak_flops(device_name, precision) == pytest.approx(bf16_tflops * 1e12)
+
+
+@pytest.mark.parametrize(
+    ("fewer", "whole", "share"), [("h800", "h100", 8 / 18), ("a800_80", "a100_80", 8 / 12)]
+)
+def test_devices_with_fewer_links_have_all_else_of_the_whole_one(
+    fewer: str, whole: str, share: float
+) -> None:
+    one, other = row(fewer), row(whole)
+    assert one.link_bytes_per_s == pytest.approx(share * (other.link_bytes_per_s or 0))
+    same: dict[str, Any] = {"link_bytes_per_s": 0, "name": "", "device_names": (), "source": ""}
+    assert replace(one, **same) == replace(other, **same)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +77,7 @@ def test_every_row_has_a_source_and_plausible_figures() -> None:
         assert hardware.source
         if hardware is UNKNOWN:
             continue
-        assert 39e9 < (hardware.memory_bytes or 0) < 210e9
+        assert 39e9 < (hardware.memory_bytes or 0) < 280e9
         assert 1e12 < (hardware.memory_bytes_per_s or 0) < 10e12
         assert hardware.link_bytes_per_s is not None
         assert hardware.peak_flops["fp32"] < hardware.peak_flops["bf16"] == hardware.peak_flops["fp16"]
