@@ -94,6 +94,7 @@ def perform(context: AgentContext, order: Order, tick: Callable[[int], None]) ->
         context.group.mark_broken(order.number, {"cause": "not started", "message": str(error)})
         _report(context, order, {"code": EXIT_FAILED, "message": str(error)})
         return None
+    ended_after = watch.ended_after() if ending.exit_code == EXIT_DONE else None
     watch.close()
     if ending.exit_code != EXIT_DONE:
         context.group.mark_broken(order.number, {"cause": _RANKS_FAILED, "host": context.member.host})
@@ -106,11 +107,12 @@ def perform(context: AgentContext, order: Order, tick: Callable[[int], None]) ->
         # Ranks that were ended because the attempt broke elsewhere were not stopped on request.
         stops = 0 if watch.broken is not None and stop.interruption is None else ending.stops
         facts = {"stops": stops, "interruption": stop.interruption, "code": ending.exit_code}
+        facts |= {"ended_after": ended_after}
         _report(context, order, {**dataclasses.asdict(ending), **facts})
     except OSError:
         if not context.is_alone:
             raise
-        return record.conclude(ending, stop.interruption)
+        return record.conclude(ending, stop.interruption, ended_after=ended_after)
     return None
 
 
@@ -342,6 +344,10 @@ class _AttemptWatch:
         self._hangs_of_all_nodes = HangWatchOfAllNodes(
             context.run, record.number, others, spec.world_size, limit_rules(config)
         )
+
+    def ended_after(self) -> int | None:
+        """Return the step after which this node's ranks came to their end; None where one was silent."""
+        return self._hangs.ended_after()
 
     def close(self) -> None:
         """Remove the ranks' heartbeats. *After they have ended.*"""

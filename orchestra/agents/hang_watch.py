@@ -247,6 +247,16 @@ class HangWatch:
             with contextlib.suppress(OSError):
                 self._watched.run.rank_collectives(self._watched.attempt, number).unlink(missing_ok=True)
 
+    def ended_after(self) -> int | None:
+        """Return the step after which all of this node's ranks closed what they held; None where one was not
+        heard to. *After the ranks have ended.*
+        """
+        self._summary_at = self._now
+        self._read()
+        beats = [rank.progress.beat for rank in self._ranks.values()]
+        steps = [beat.step for beat in beats if beat is not None and beat.phase is Phase.stop]
+        return min(steps) if steps and len(steps) == len(beats) else None
+
     def close(self) -> None:
         """Remove the records of this attempt and of older ones. *After the ranks have ended.*"""
         with contextlib.suppress(OSError):

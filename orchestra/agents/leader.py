@@ -43,7 +43,7 @@ from orchestra.recovery.incidents import Incident, Verdict, incidents, node_verd
 from orchestra.recovery.policy import Action, Decision, Rules, decide
 from orchestra.run.control import stop_requests
 from orchestra.run.control.stop_requests import StopRequest
-from orchestra.run.events import read_events
+from orchestra.run.events import is_whole, read_events
 from orchestra.run.files import Record
 from orchestra.submit.claims import rival_claim, take_next
 from orchestra.submit.launch import launch_spec
@@ -524,6 +524,7 @@ def conclude(context: AgentContext, order: Order) -> tuple[Verdict, list[int]]:
         interruption,
         lambda verdict: context.scheduler.final_verdict(verdict, attempt, record.events),
         decides=lambda verdict: _is_for_the_policy(context, record, verdict),
+        ended_after=_ended_after(order, reports),
     )
     context.say(f"attempt {attempt} {verdict.state}: {_in_words(verdict)}")
     return verdict, lost
@@ -542,6 +543,13 @@ def _is_for_the_policy(context: AgentContext, record: AttemptRecord, verdict: Ve
     """Tell whether the policy decides what follows this verdict: it does so within the next second."""
     is_stopped = context.signals.count() or requests_of(context, record.number)
     return verdict.state == "failed" and not is_stopped and not is_fenced(record)
+
+
+def _ended_after(order: Order, reports: Reports) -> int | None:
+    """Return the step after which the ranks of all nodes were heard to come to their end."""
+    steps = [reports.get(node, {}).get("ended_after") for node in order.nodes]
+    heard = [step for step in steps if is_whole(step)]
+    return min(heard) if heard and len(heard) == len(steps) else None
 
 
 def newest_restart(record: AttemptRecord) -> dict[str, Any] | None:

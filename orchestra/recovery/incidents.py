@@ -34,6 +34,8 @@ from orchestra.run.rollback import BROKEN_DEVICE, RollBack
 # Causes. A cause is the same text each time the same thing happens: it names no address, process id, time,
 # path or step.
 BROKEN_PEER = "lost the connection to another rank"
+# Nobody wrote down how it ended.
+NO_VERDICT = "no verdict"
 _KILLED_BY = "killed by "
 # Sent to a process by the kernel for want of memory, by Slurm or by a person.
 _SIGNALS_FROM_OUTSIDE = frozenset(
@@ -116,7 +118,7 @@ def fingerprint(failure: Record) -> str:
         return BROKEN_DEVICE
     if follows_from_another(failure):
         return BROKEN_PEER
-    cause = str(failure.get("cause") or "no verdict")
+    cause = str(failure.get("cause") or NO_VERDICT)
     if (frame := _last_own_frame(str(failure.get("traceback") or ""))) is not None:
         return f"{cause} in {frame}"
     # "exit code 7" is the cause itself.
@@ -255,7 +257,7 @@ def judge(attempt: Attempt, *, exit_code: int, interruption: str | None) -> Verd
     if failure is not None:
         return _with_cause(int(failure.get("code", EXIT_FAILED)) or EXIT_FAILED, failure, attempt)
     how = f"was ended by {signal_name(-exit_code)}" if exit_code < 0 else f"ended with code {exit_code}"
-    return Verdict(EXIT_FAILED, "no verdict", f"torchrun {how}, and no rank said why; see the node's log")
+    return Verdict(EXIT_FAILED, NO_VERDICT, f"torchrun {how}, and no rank said why; see the node's log")
 
 
 def _with_cause(code: int, end: Record, attempt: Attempt) -> Verdict:

@@ -579,12 +579,15 @@ def run_rank(run: RunDir, attempt: int, from_memory: int | None = None, heart: H
             refuse_missing_hardware(config, mesh.device)
             set_numerics(config, mesh.device)
             train_on(mesh, config, ranks, rank)
-        events.write("finished", code=EXIT_DONE, step=config.train.steps)
+        # A full disk takes no verdict. The agent has the exit code, and the last beat.
+        with contextlib.suppress(OSError):
+            events.write("finished", code=EXIT_DONE, step=config.train.steps)
         return EXIT_DONE
     except StopRequested as stop:
         mirror_limit_s = min(config.wandb.finish_timeout_s, _STOPPED_MIRROR_S)
         step, cause = rank.step, type(stop).__name__
-        events.write("failed", code=EXIT_STOPPED, cause=cause, step=step, message=str(stop))
+        with contextlib.suppress(OSError):
+            events.write("failed", code=EXIT_STOPPED, cause=cause, step=step, message=str(stop))
         sys.stderr.write(f"stopped after step {step}: {stop}\n")
         return EXIT_STOPPED
     except BaseException as error:  # noqa: BLE001  whatever ends a rank must become its verdict
@@ -601,16 +604,17 @@ def _record_failure(error: BaseException, rank: RankAttempt) -> int:
     code = EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_FAILED
     if isinstance(error, OrchestraError):
         code = error.exit_code
-    rank.events.write(
-        "failed",
-        code=code,
-        cause=type(error).__name__,
-        step=rank.step,
-        message=str(error),
-        # The message says all that a user needs; the traceback is for developers.
-        explained=isinstance(error, OrchestraError | CheckpointError),
-        traceback=traceback.format_exc(),
-    )
+    with contextlib.suppress(OSError):
+        rank.events.write(
+            "failed",
+            code=code,
+            cause=type(error).__name__,
+            step=rank.step,
+            message=str(error),
+            # The message says all that a user needs; the traceback is for developers.
+            explained=isinstance(error, OrchestraError | CheckpointError),
+            traceback=traceback.format_exc(),
+        )
     traceback.print_exc()
     return code
 

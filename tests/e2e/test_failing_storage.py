@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -269,3 +271,27 @@ def test_a_stalled_storage_costs_only_the_saves_that_wait_for_it(
         # The rank that was stuck in its storage records it as soon as it can.
         assert failures_after(started, 0)[0]["step"] == failure["step"]
         assert_trains_and_saves_again(started)
+
+
+@pytest.mark.mount
+def test_a_run_whose_own_disk_is_full_has_finished_when_its_last_step_is_saved_elsewhere(
+    tmp_path: Path, small_disk: Path
+) -> None:
+    """No rank's word of its end is on a disk then."""
+    place = tmp_path / "elsewhere"
+    settings = (*TINY, "train.steps=60", "checkpoint.every_steps=20", f"checkpoint.dir={place}", PACE)
+    started = start_run(small_disk, "cramped", *settings)
+    started.wait_for_steps(5)
+    # Whatever is given back meanwhile is taken at once, and the room that is left in pages.
+    for number in itertools.count():
+        for file in started.run.events.iterdir():
+            if left := -file.stat().st_size % 4096:
+                with suppress(OSError), file.open("ab") as records:
+                    records.write(b" " * (left - 1) + b"\n")
+        _fill(small_disk / f"ballast{number}")
+        if started.process.poll() is not None:
+            break
+        time.sleep(0.02)
+    out, _ = started.end(0)
+    assert "finished after 60 of 60 steps" in out
+    assert newest_manifest(place).step == 60

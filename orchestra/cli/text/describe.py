@@ -130,6 +130,9 @@ def _device(config: Config) -> str:
 def summary_lines(run: RunDir, summary: Summary, verdict: Verdict) -> list[str]:
     """Return how it went, in numbers, and where everything lies."""
     step = summary.step or 0
+    if verdict.code == EXIT_DONE:
+        # A full disk may have taken no row of the last ones.
+        step = max(step, verdict.step or 0)
     lines = ["", f"{verdict.state} after {step} of {summary.steps} steps, {figures.duration(summary.wall_s)}"]
     if verdict.code == EXIT_STOPPED:
         lines.append(f"reason  {verdict.message}")
