@@ -15,7 +15,6 @@ import math
 import os
 import re
 import secrets
-import sys
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -129,9 +128,9 @@ class JsonLinesWriter:
         problem = self.write_kept()
         if problem is not None and not was_kept:
             words = f"{self._path} cannot be written: {problem}; its records are kept until it can be\n"
-            # The log that takes it may lie on the same disk.
+            # The log may lie on the same disk; what stayed in a buffer would change the exit code.
             with contextlib.suppress(OSError):
-                sys.stderr.write(words)
+                os.write(2, words.encode())
 
     def write_kept(self) -> str | None:
         """Append what is kept; return why the disk does not take it, None where nothing is left."""
