@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from orchestra.config.keys import nearest
+from orchestra.config.keys import nearest, written
 from orchestra.errors import ConfigError
 
 FILE = "config.yaml"
@@ -41,7 +41,7 @@ class Home:
             ours.append(f"cluster={self.cluster}")
         for key, value in (("run.dir", self.run_dir), ("wandb.entity", self.wandb_entity)):
             if value is not None and key not in keys and verb != "plan":
-                ours.append(f"{key}={_quoted(value)}")
+                ours.append(f"{key}={written(value)}")
         return [*ours, *typed]
 
 
@@ -105,8 +105,3 @@ def _problems(content: dict[Any, Any]) -> Iterator[str]:
 def chooses_cluster(text: str) -> bool:
     """Whether an override chooses a cluster, or an experiment that does."""
     return text.lstrip("+").startswith(_CHOOSE_CLUSTER)
-
-
-def _quoted(value: str) -> str:
-    escaped = value.replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"

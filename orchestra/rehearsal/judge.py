@@ -29,7 +29,7 @@ from orchestra.run.files import Record, read_json_lines
 from orchestra.run.metrics_file import read_metrics
 from orchestra.run.paths import RunDir
 from orchestra.run.planned_faults import PlannedFault, planned_faults
-from orchestra.run.record import RunPhase, fallback_place
+from orchestra.run.record import RunPhase, checkpoint_places
 from orchestra.run.run_lineage import lineage_of, read_lineage
 from orchestra.sizes.units import first_few
 
@@ -127,8 +127,7 @@ def _same_state(run: RunDir, whole: RunDir, layouts: set[str]) -> list[Rehearsal
 
 def _newest(run: RunDir) -> tuple[Storage, Manifest]:
     settings = read_config(run.config).checkpoint
-    second = fallback_place(run, settings.fallback_dir)
-    storages = [open_storage(each) for each in (settings.dir or run.checkpoints, second) if each is not None]
+    storages = [open_storage(place) for place in checkpoint_places(run, settings)]
     found, _ = split(stored_in(storages), read_lineage(run))
     if not found:
         raise CheckpointError(f"{run.name} has no checkpoint in {storages[0].place}")

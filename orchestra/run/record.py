@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import Any
 
+from conf.schema import CheckpointConfig
 from orchestra.run.control.chosen_alternative import in_order
 from orchestra.run.files import Record, read_json, write_atomically
 from orchestra.run.paths import RunDir
@@ -131,6 +132,12 @@ def wandb_id(run: RunDir) -> str | None:
     """Return the id under which Weights & Biases knows the run; None where the record has none."""
     known = read_record(run).get("wandb_id")
     return known if isinstance(known, str) else None
+
+
+def checkpoint_places(run: RunDir, settings: CheckpointConfig) -> list[str]:
+    """Return where a run's checkpoints lie: its own place, and the fallback where there is one."""
+    places = (settings.dir or str(run.checkpoints), fallback_place(run, settings.fallback_dir))
+    return [place for place in places if place is not None]
 
 
 def fallback_place(run: RunDir, fallback_dir: str | None) -> str | None:

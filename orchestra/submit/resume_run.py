@@ -38,7 +38,14 @@ from orchestra.run.files import Record, write_atomically
 from orchestra.run.paths import RunDir, SweepDir, read_sweep
 from orchestra.run.permissions import close_to_others, open_to_group
 from orchestra.run.planned_faults import still_to_come
-from orchestra.run.record import RunPhase, change_record, fallback_place, jobs_of, read_record
+from orchestra.run.record import (
+    RunPhase,
+    change_record,
+    checkpoint_places,
+    fallback_place,
+    jobs_of,
+    read_record,
+)
 from orchestra.run.run_lineage import lineage_of, newest_checkpoint
 from orchestra.submit.claims import is_held, next_attempt_number, read_claim, take, take_turn
 from orchestra.submit.fair.predecessors import Following, following, has_begun, predecessors_in
@@ -270,11 +277,7 @@ def _refuse_lost_fallback(run: RunDir, before: Config, config: Config, lineage: 
 
 def _steps_in(run: RunDir, config: Config, lineage: Lineage) -> list[int]:
     """Return the steps on the line in all places of a run, ascending."""
-    places = (
-        config.checkpoint.dir or str(run.checkpoints),
-        fallback_place(run, config.checkpoint.fallback_dir),
-    )
-    found = stored_in([open_storage(place) for place in places if place is not None])
+    found = stored_in([open_storage(place) for place in checkpoint_places(run, config.checkpoint)])
     return [checkpoint.step for checkpoint in split(found, lineage)[0]]
 
 

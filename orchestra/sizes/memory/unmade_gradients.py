@@ -47,10 +47,6 @@ class UnmadeGradients:
         is_begun = self.is_table_of_loss and state.at_work == self.table_at
         return stages + self.table * (not (state.made[self.table_at] or is_begun))
 
-    def of_stage(self, at: int) -> float:
-        """Return all of a stage."""
-        return self.stages[at].total
-
     def at_loss(self, at: int) -> float:
         """Return what is missing of a stage behind the loss of its first micro-batch."""
         return self.stages[at].total - self.stages[at].at_loss

@@ -25,7 +25,7 @@ from orchestra.report.scheduler import with_scheduler
 from orchestra.run.control import stop_requests
 from orchestra.run.events import read_events
 from orchestra.run.paths import RunDir, Sweep, SweepDir, SweepMember, is_sweep, read_sweep
-from orchestra.run.record import RunPhase, fallback_place, read_record
+from orchestra.run.record import RunPhase, checkpoint_places, read_record
 from orchestra.run.run_lineage import read_lineage
 from orchestra.submit.job_record import number_of_jobs
 from orchestra.submit.submission import Submission
@@ -136,9 +136,8 @@ class _TokensNow:
 
 def _trained_tokens(run: RunDir, settings: CheckpointConfig) -> str | None:
     """Return the tokens that a run's newest checkpoint names; None where there is none, or it names none."""
-    places = (settings.dir or str(run.checkpoints), fallback_place(run, settings.fallback_dir))
     try:
-        storages = [open_storage(place) for place in places if place is not None]
+        storages = [open_storage(place) for place in checkpoint_places(run, settings)]
         found = split(stored_in(storages), read_lineage(run))[0]
         state = read_manifest(storages[found[-1].place], found[-1]).state if found else {}
     except (CheckpointError, OSError):

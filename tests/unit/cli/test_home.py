@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 from support.command_line import CommandLine
 
 from orchestra.config.compose import compose, in_one_line
@@ -41,6 +42,13 @@ def made(path: Path) -> RunDir:
     path.mkdir(parents=True)
     (path / "run.json").write_text(json.dumps({"created": time.time()}))
     return RunDir(path)
+
+
+@pytest.mark.parametrize("name", ["a\\b", "it's", "1e5", "ends in \\"])
+def test_a_default_is_read_as_it_stands_in_the_file(name: str, home: Path, orchestra: CommandLine) -> None:
+    home.write_text(json.dumps({"wandb_entity": name}))
+    out = orchestra("submit", "cluster=slurm", "--cfg", "job", "-p", "wandb.entity").out
+    assert yaml.safe_load(out) == name
 
 
 def test_defaults_of_the_home_come_before_what_is_typed(home: Path, orchestra: CommandLine) -> None:
