@@ -56,6 +56,7 @@ _HALF = "half of the figures with sparsity"
 _BRIDGE = "the link is a bridge between two cards"
 _GB200 = f"NVIDIA GB200 NVL72 datasheet (2024), a 72nd of the rack, {_HALF}"
 _H200 = "NVIDIA H200 datasheet (2024)"
+_GH200 = "NVIDIA GH200 datasheet (2024): the H100's processor with other memory"
 _DIE = "half a module: one of two dies, matrix cores; half of its"
 
 # In the order of the columns: peaks, then memory, its rate and the links' rate in bytes and per second.
@@ -133,6 +134,17 @@ TABLE: tuple[Hardware, ...] = (
         f"{_H200}, NVL, {_HALF}",
         num_processors=132,
     ),
+    # The names tell the host's memory.
+    Hardware(
+        *("gh200", ("NVIDIA GH200 480GB", "NVIDIA GH200 120GB"), _HOPPER_SXM, 97871 * MIB, 4000e9, 450e9),
+        source=f"{_GH200}, HBM3",
+        num_processors=132,
+    ),
+    Hardware(
+        *("gh200_144", ("NVIDIA GH200 144G HBM3e",), _HOPPER_SXM, 145920 * MIB, 4900e9, 450e9),
+        source=f"{_GH200}, HBM3e; its size as CUDA tells it",
+        num_processors=132,
+    ),
     Hardware(
         *("b200", ("NVIDIA B200",), _peaks(75, 2250, 4500), 183359 * MIB, 7700e9, 900e9),
         source=f"NVIDIA HGX B200 datasheet (2025), an eighth of the board, {_HALF}",
@@ -146,6 +158,16 @@ TABLE: tuple[Hardware, ...] = (
         8000e9,
         900e9,
         _GB200,
+        num_processors=148,
+    ),
+    Hardware(
+        *("b300", ("NVIDIA B300 SXM6 AC",), _peaks(75, 2250, 4500), 275040 * MIB, 8000e9, 900e9),
+        source=f"NVIDIA HGX B300 datasheet (2025), an eighth of the board, {_HALF}",
+        num_processors=148,
+    ),
+    Hardware(
+        *("gb300", ("NVIDIA GB300",), _peaks(80, 2500, 5000), 284208 * MIB, 8000e9, 900e9),
+        source=f"NVIDIA GB300 NVL72 datasheet (2025), a 72nd of the rack, {_HALF}",
         num_processors=148,
     ),
     # What torch calls a device is one of the module's two dies.
