@@ -17,6 +17,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ from torch.overrides import TorchFunctionMode
 # Elements made at a time. On CPU the fp64 scratch of a block stays in the cache (twice as fast as 2²⁰ here).
 _BLOCK_CPU = 1 << 17
 _BLOCK_GPU = 1 << 24
+# Slices of at most so many elements are made together: a hundred calls of operators cost more than they do.
+_FEW = 1 << 12
 # log: 2·atanh series, |r| ≤ 0.172; sin: Taylor series, |x| ≤ π/2. Both err by less than 1e-11, fp32 rounds at
 # 6e-8.
 _LOG_TERMS = 7
@@ -43,7 +46,7 @@ def _signed(bits: int) -> int:
     return bits - (1 << 64) if bits >> 63 else bits
 
 
-def mixed_bits(index: Tensor, key: int, rounds: int = 2) -> Tensor:
+def mixed_bits(index: Tensor, key: int | Tensor, rounds: int = 2) -> Tensor:
     """Return 64 mixed bits (as int64, products modulo 2⁶⁴) for each index.
 
     One round of the finaliser is enough for bits whose sums alone matter.
@@ -90,8 +93,10 @@ def _sin_coefficient(term: int) -> float:
     return (-1.0) ** term / math.factorial(2 * term + 1)
 
 
-def standard_normal(index: Tensor, key: int) -> Tensor:
-    """Return fp32 normal numbers for int64 global flat indices; the same index always gives the same bits."""
+def standard_normal(index: Tensor, key: int | Tensor) -> Tensor:
+    """Return fp32 normal numbers for int64 global flat indices, with one key or one for each; the same index
+    and key always give the same bits.
+    """
     bits = mixed_bits(index, key)
     radius_uniform = (_shifted(bits, 32).to(torch.float64) + 0.5) * 2.0**-32
     turns = (bits & 0xFFFFFFFF).to(torch.float64) * 2.0**-32
@@ -99,19 +104,56 @@ def standard_normal(index: Tensor, key: int) -> Tensor:
     return radius.mul_(_cos_of_turns(turns)).to(torch.float32)
 
 
-def fill_normal_(
-    out: Tensor, key: int, global_shape: Sequence[int], offsets: Sequence[int], std: float, mean: float = 0.0
-) -> None:
-    """Fill `out` with its slice, which begins at `offsets`, of a normal tensor of `global_shape`.
+@dataclass(frozen=True)
+class NormalSlice:
+    """A tensor to fill with its slice, which begins at `offsets`, of a normal tensor of `global_shape`."""
 
-    Any device, any dtype: values are made in fp32 and rounded last.
-    """
-    flat = out.view(-1)
-    block = _BLOCK_GPU if out.is_cuda else _BLOCK_CPU
+    out: Tensor
+    key: int
+    global_shape: Sequence[int]
+    offsets: Sequence[int]
+    std: float
+    mean: float = 0.0
+
+    def index(self, start: int, stop: int) -> Tensor:
+        """Return where elements `start` to `stop` of the slice lie in the whole tensor."""
+        local = torch.arange(start, stop, device=self.out.device)
+        return global_flat_index(local, self.global_shape, self.offsets, self.out.shape)
+
+    def scaled(self, values: Tensor) -> Tensor:
+        """Return standard normal numbers with the slice's deviation and mean."""
+        return values * self.std + self.mean if self.mean else values * self.std
+
+
+def fill_normal_slices_(slices: Sequence[NormalSlice]) -> None:
+    """Fill slices on one device, of any dtype: values are made in fp32 and rounded last."""
+    few = [part for part in slices if part.out.numel() <= _FEW]
+    for part in slices:
+        if part.out.numel() > _FEW:
+            _fill_in_blocks(part)
+    if few:
+        _fill_together(few)
+
+
+def _fill_in_blocks(part: NormalSlice) -> None:
+    dense = part.out.contiguous()
+    flat = dense.view(-1)
+    block = _BLOCK_GPU if flat.is_cuda else _BLOCK_CPU
     for start in range(0, flat.numel(), block):
-        local = torch.arange(start, min(start + block, flat.numel()), device=out.device)
-        values = standard_normal(global_flat_index(local, global_shape, offsets, out.shape), key)
-        flat[start : start + block].copy_(values * std + mean if mean else values * std)
+        index = part.index(start, min(start + block, flat.numel()))
+        flat[start : start + block].copy_(part.scaled(standard_normal(index, part.key)))
+    if dense is not part.out:
+        part.out.copy_(dense)
+
+
+def _fill_together(parts: Sequence[NormalSlice]) -> None:
+    sizes = [part.out.numel() for part in parts]
+    index = torch.cat([part.index(0, size) for part, size in zip(parts, sizes, strict=True)])
+    keys = torch.tensor([part.key for part in parts], device=index.device)
+    repeats = torch.tensor(sizes, device=index.device)
+    values = standard_normal(index, keys.repeat_interleave(repeats, output_size=len(index)))
+    for part, own in zip(parts, torch.split(values, sizes), strict=True):
+        part.out.copy_(part.scaled(own).view(part.out.shape))
 
 
 def global_flat_index(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from conf.schema import Family, ModelConfig
 from orchestra.model.documents import document_bounds, documents_for
-from orchestra.model.initial import fill_normal_, random_key
+from orchestra.model.initial import NormalSlice, fill_normal_slices_, random_key
 from orchestra.model.latent_attention import LatentAttention
 from orchestra.model.layers import (
     Attention,
@@ -305,24 +305,28 @@ def initial_normal_of(layer: nn.Module, name: str) -> tuple[float, float] | None
     return float(mean), float(std)
 
 
-def fill_initial_part_(
-    out: Tensor, name: str, model: Transformer, seed: int, shape: Sequence[int], offsets: Sequence[int]
+def fill_initial_parts_(
+    parts: Iterable[tuple[Tensor, str, Sequence[int], Sequence[int]]], model: Transformer, seed: int
 ) -> None:
-    """Fill `out`, the part of a parameter of `shape` that begins at `offsets`, with its initial values. Any
-    device, any dtype.
+    """Fill parts of parameters with their initial values: each a tensor of any dtype, all on one device, the
+    parameter's name and whole shape, and where the part begins in it.
 
     Values are a pure function of (seed, parameter name, global index) and rounded from fp32 last.
     """
-    mean, std = initial_normal(model, name, len(shape))
-    if std == 0.0:
-        out.fill_(mean)
-    else:
-        fill_normal_(out, random_key(seed, name), shape, offsets, std, mean)
+    slices = []
+    for out, name, shape, offsets in parts:
+        mean, std = initial_normal(model, name, len(shape))
+        if std == 0.0:
+            out.fill_(mean)
+        else:
+            slices.append(NormalSlice(out, random_key(seed, name), shape, offsets, std, mean))
+    fill_normal_slices_(slices)
 
 
 @torch.no_grad()
 def fill_initial_values(transformer: Transformer, seed: int) -> None:
     """Set every parameter of a model that nobody has cut to its initial value."""
-    for name, parameter in transformer.named_parameters():
-        shape = parameter.shape
-        fill_initial_part_(parameter, name, transformer, seed, shape, (0,) * len(shape))
+    named = transformer.named_parameters()
+    fill_initial_parts_(
+        ((each, name, each.shape, (0,) * each.dim()) for name, each in named), transformer, seed
+    )

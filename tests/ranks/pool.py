@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import signal
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -19,6 +20,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from launchers.processes import die_with_parent
 
 # `make equivalence` trains twenty steps of many layouts in one call, on a machine that may have other work.
 LIMIT_S = 900.0 if os.environ.get("ORCHESTRA_EQUIVALENCE") == "all" else 100.0
@@ -53,12 +56,20 @@ class RankPool:
 
     def run(self, function: Callable[..., Any], **arguments: Any) -> list[Any]:
         """Run function(rank, world, **arguments) on every rank; return the results by rank."""
+        self._signal(signal.SIGCONT)
         for pipe in self._pipes:
             pipe.send((function, arguments))
         self.is_broken = True
         results = [self._received(rank) for rank in range(self.size)]
         self.is_broken = False
+        # A thread for each group that was ever opened looks for messages a hundred times a second.
+        self._signal(signal.SIGSTOP)
         return results
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._processes:
+            if process.is_alive():
+                os.kill(process.pid, number)
 
     def _received(self, rank: int) -> Any:
         if not self._pipes[rank].poll(LIMIT_S):
@@ -70,6 +81,7 @@ class RankPool:
 
     def close(self) -> None:
         """End every process, surely."""
+        self._signal(signal.SIGCONT)
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
@@ -83,6 +95,8 @@ Ranks = Callable[[int], RankPool]
 
 
 def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
+    # One that is stopped would not notice the end of whoever started it.
+    die_with_parent(os.getppid())
     # What was imported stays: no collection, and no test that looks through all objects, has to look at it.
     gc.freeze()
     torch.set_num_threads(1)

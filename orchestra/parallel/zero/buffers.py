@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from conf.schema import Config, Offload, StateDType
 from orchestra.model.initial import is_fake
-from orchestra.model.transformer import ModelPart, Transformer, fill_initial_part_
+from orchestra.model.transformer import ModelPart, Transformer, fill_initial_parts_
 from orchestra.optim.adamw import Trained
 from orchestra.parallel.mesh import Mesh
 from orchestra.parallel.places import TensorPlace, is_of_experts, parts_of
@@ -451,31 +451,32 @@ def _fill(unit: Unit, places: Mapping[str, TensorPlace], model: Transformer, see
     """Set masters and parameters to their initial values, each element once; in a dry run there are none."""
     if is_fake(unit.whole):
         return
-
-    def fill(item: Trained, out: Tensor, start: int) -> None:
-        fill_part(out.view(-1), item.name, places[item.name], start, model, seed)
-
-    for item in unit.trained:
-        fill(item, item.master, item.start)
+    _fill_ranges(((item.name, item.start, item.master) for item in unit.trained), places, model, seed)
     follow(unit)
     send(unit)
     if not unit.is_split:
+        ranges = []
         for item, view in zip(unit.trained, unit.whole_views(unit.whole), strict=True):
             flat = view.view(-1)
-            fill(item, flat[: item.start], 0)
-            fill(item, flat[item.stop :], item.stop)
+            ranges += [(item.name, 0, flat[: item.start]), (item.name, item.stop, flat[item.stop :])]
+        _fill_ranges(ranges, places, model, seed)
 
 
-def fill_part(out: Tensor, name: str, place: TensorPlace, start: int, model: Transformer, seed: int) -> None:
-    """Fill `out` with the initial values of the flat range of a parameter's local part that begins at
-    `start`; what is padding there becomes 0.
+def _fill_ranges(
+    ranges: Iterable[tuple[str, int, Tensor]],
+    places: Mapping[str, TensorPlace],
+    model: Transformer,
+    seed: int,
+) -> None:
+    """Fill tensors with the initial values of flat ranges of parameters' local parts: each the parameter's
+    name, where its range begins, and the tensor; what is padding there becomes 0.
     """
-    out.zero_()
-    for part in parts_of(out, place, start):
-        dense = part.tensor.contiguous()
-        fill_initial_part_(dense, name, model, seed, place.shape, part.offsets)
-        if dense is not part.tensor:
-            part.tensor.copy_(dense)
+    parts = []
+    for name, start, out in ranges:
+        flat = out.view(-1).zero_()
+        place = places[name]
+        parts += [(part.tensor, name, place.shape, part.offsets) for part in parts_of(flat, place, start)]
+    fill_initial_parts_(parts, model, seed)
 
 
 class SpareMemory:

@@ -7,7 +7,14 @@ import math
 import torch
 
 from conf.schema import ModelConfig
-from orchestra.model.initial import _cos_of_turns, _log, fill_normal_, random_key, standard_normal
+from orchestra.model.initial import (
+    NormalSlice,
+    _cos_of_turns,
+    _log,
+    fill_normal_slices_,
+    random_key,
+    standard_normal,
+)
 from orchestra.model.transformer import Transformer, fill_initial_values, initial_std
 
 
@@ -15,7 +22,7 @@ def normal_slice(
     key: int, shape: tuple[int, int], offsets: tuple[int, int], size: tuple[int, int]
 ) -> torch.Tensor:
     out = torch.empty(size)
-    fill_normal_(out, key, shape, offsets, 0.02)
+    fill_normal_slices_([NormalSlice(out, key, shape, offsets, 0.02)])
     return out
 
 
@@ -37,6 +44,28 @@ def test_any_slice_equals_the_slice_of_the_whole_on_any_number_of_threads() -> N
         for (row, column), (num_rows, num_columns) in parts:
             part = normal_slice(key, shape, (row, column), (num_rows, num_columns))
             assert torch.equal(part, whole[row : row + num_rows, column : column + num_columns])
+
+
+def test_slices_that_are_filled_together_have_the_values_that_each_has_alone() -> None:
+    """Few and many elements, none, several keys and means, one that is not contiguous, and two dtypes."""
+    shape, memory = (70, 80), torch.zeros(9, 20)
+    outs = [
+        *(torch.zeros(3, 5), torch.zeros(0, 4), memory[:, 3:11], torch.zeros(70, 80), torch.zeros(1, 7)),
+        torch.zeros(6, 2, dtype=torch.bfloat16),
+    ]
+    slices = [
+        NormalSlice(
+            out, random_key(7, number % 4), shape, (0, 0) if len(out) == 70 else (number, 2), 0.1, mean
+        )
+        for number, (out, mean) in enumerate(zip(outs, (0.0, 0.0, 1.5, 0.0, -2.0, 0.0), strict=True))
+    ]
+    fill_normal_slices_(slices)
+    for one in slices:
+        whole = standard_normal(torch.arange(70 * 80), one.key).view(shape) * one.std + one.mean
+        begin, size = one.offsets, one.out.shape
+        part = whole[begin[0] : begin[0] + size[0], begin[1] : begin[1] + size[1]]
+        assert torch.equal(one.out, part.to(one.out.dtype))
+    assert int(memory.count_nonzero()) == outs[2].numel()
 
 
 def test_the_bits_are_those_of_exact_arithmetic() -> None:

@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from conf.schema import MoeAuxScope, MoeBalance, Recompute, ScoringFunc
-from orchestra.model.initial import fill_normal_
+from orchestra.model.initial import NormalSlice, fill_normal_slices_
 from orchestra.model.mixture.balance import updated_bias
 from orchestra.model.mixture.experts import Experts
 from orchestra.model.mixture.mixture import Mixture
 from orchestra.model.transformer import (
     Block,
     Transformer,
-    fill_initial_part_,
+    fill_initial_parts_,
     fill_initial_values,
     initial_std,
 )
@@ -33,7 +33,9 @@ BATCH, SEQUENCE = 3, 16
 
 def filled(mixture: Mixture, seed: int = 0) -> Mixture:
     for number, parameter in enumerate(mixture.parameters()):
-        fill_normal_(parameter.data, 100 * seed + number, parameter.shape, [0] * parameter.dim(), 0.2)
+        fill_normal_slices_(
+            [NormalSlice(parameter.data, 100 * seed + number, parameter.shape, [0] * parameter.dim(), 0.2)]
+        )
     return mixture
 
 
@@ -125,7 +127,9 @@ def test_gradients_of_experts_are_made_when_they_are_taken(
     dtype = torch.bfloat16 if is_grouped else torch.float32
     experts.to(dtype)
     for number, parameter in enumerate(experts.parameters()):
-        fill_normal_(parameter.data, number, parameter.shape, [0] * parameter.dim(), 0.2)
+        fill_normal_slices_(
+            [NormalSlice(parameter.data, number, parameter.shape, [0] * parameter.dim(), 0.2)]
+        )
     generator = torch.Generator().manual_seed(3)
     rows = torch.randn(18, MODEL.hidden_size, generator=generator).to(dtype).requires_grad_()
     call = torch.compile(experts, backend="aot_eager") if is_compiled else experts
@@ -288,7 +292,9 @@ def test_recomputation_changes_nothing_and_counts_no_token_twice(kind: Recompute
     for way in (Recompute.none, kind):
         block = Block(model, 0)
         for number, parameter in enumerate(block.parameters()):
-            fill_normal_(parameter.data, number, parameter.shape, [0] * parameter.dim(), 0.1)
+            fill_normal_slices_(
+                [NormalSlice(parameter.data, number, parameter.shape, [0] * parameter.dim(), 0.1)]
+            )
         block.mlp.balance.loss_share.fill_(0.1)
         forward: Any = block if way is Recompute.none else recomputed(block, way)
         rotary = (torch.ones(SEQUENCE, 1, 8), torch.zeros(SEQUENCE, 1, 4))
@@ -318,7 +324,7 @@ def test_first_layers_are_dense_and_a_part_of_stacked_values_is_that_of_all() ->
     assert float(whole.detach().std()) == pytest.approx(initial_std(model.config, name), rel=0.05)
     assert initial_std(model.config, name) == pytest.approx(0.2 / 2)
     part = torch.empty(2, 7, 20)
-    fill_initial_part_(part, name, model, 7, tuple(whole.shape), (3, 11, 0))
+    fill_initial_parts_([(part, name, whole.shape, (3, 11, 0))], model, 7)
     assert torch.equal(part, whole[3:, 11:18])
 
 
@@ -329,7 +335,9 @@ def test_compiled_blocks_equal_eager_ones() -> None:
     for is_compiled in (False, True):
         block = Block(model, 0)
         for number, parameter in enumerate(block.parameters()):
-            fill_normal_(parameter.data, number, parameter.shape, [0] * parameter.dim(), 0.1)
+            fill_normal_slices_(
+                [NormalSlice(parameter.data, number, parameter.shape, [0] * parameter.dim(), 0.1)]
+            )
         block.mlp.balance.loss_share.fill_(0.1)
         forward: Any = recomputed(block, Recompute.full, is_one_graph=True) if is_compiled else block
         if is_compiled:
