@@ -47,6 +47,21 @@ KEYS = ("step", "loss", "grad_norm", "lr", "tokens", "nonfinite_steps")
 _copy = memory_copies.DeviceCopier.copy
 
 
+class UnevenTokens:
+    """Samples with words of which some come far more often, the same ones with every Python: its own library's
+    text, which trains elsewhere here, is another one with each version.
+    """
+
+    num_samples, vocab_size, identity = 4096, MODEL.vocab_size, "uneven tokens"
+
+    def __init__(self, seq_len: int) -> None:
+        self._length = seq_len + 1
+
+    def sample(self, index: int) -> torch.Tensor:
+        drawn = torch.rand(self._length, generator=torch.Generator().manual_seed(index))
+        return (drawn**6 * self.vocab_size).long()
+
+
 class Interruption(Exception):  # noqa: N818  no error, the plan
     """Stands for the end of the process, so that the pool's processes can be used again."""
 
@@ -62,12 +77,14 @@ def config_of(
 ) -> Config:
     """Return a tiny model, whose global batch 1, 2, 3 and 4 ranks can share."""
     model = replace(MODEL, num_experts=num_experts, moe_intermediate_size=13 if num_experts else None)
+    # Which experts get most tokens, and so whether they move, depends on the text.
+    data = {"source": f"{__name__}:{UnevenTokens.__name__}"} if num_experts else {}
     saving = {"every_steps": EVERY, "async_save": False, "timeout_s": 60.0, **(checkpoint or {})}
     train = {"steps": STEPS, "global_batch_size": GLOBAL_BATCH, "micro_batch_size": 1}
     optim = {"state_dtype": state_dtype}
     return replace(
         small_trainings.config_of(model, precision, optim=optim, train=train, **parallelism),
-        data=DataConfig(ledger=True),
+        data=DataConfig(ledger=True, **data),
         checkpoint=CheckpointConfig(**saving),
         recovery=RecoveryConfig(memory_copy_every_steps=copy_every, inject=list(inject)),
     )
