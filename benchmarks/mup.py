@@ -191,8 +191,9 @@ def activations(model: Transformer, tokens: torch.Tensor) -> dict[str, float]:
     } | {"logits": sizes["lm_head"]}
 
 
-def coordinates(folder: Path, widths: tuple[int, ...] = (64, 128, 256, 512), steps: int = 6) -> None:
+def coordinates(folder: Path) -> None:
     """Draw the sizes after some steps over the width, and print their growth for each doubling."""
+    widths, steps = (64, 128, 256, 512), 6
     tokens = torch.randint(0, 256, (4, 64), generator=torch.Generator().manual_seed(0))
     panels = []
     for number, way in enumerate(Parametrization):

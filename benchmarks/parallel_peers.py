@@ -78,9 +78,7 @@ def layers_of(module: nn.Module) -> Any:
     return module.inner.model.layers if isinstance(module, TransformersLoss) else module.layers
 
 
-def adamw(
-    module: nn.Module, config: Config, kind: Callable[..., Any] = torch.optim.AdamW, **more: Any
-) -> Any:
+def adamw(module: nn.Module, config: Config) -> Any:
     """Return AdamW with decay for matrices only; DTensors and plain tensors in groups of their own."""
     optim = config.optim
     groups = []
@@ -94,7 +92,7 @@ def adamw(
             if found:
                 groups.append({"params": found, "weight_decay": optim.weight_decay if has_decay else 0.0})
     betas = (optim.betas[0], optim.betas[1])
-    return kind(groups, lr=optim.lr, betas=betas, eps=optim.eps, fused=True, **more)
+    return torch.optim.AdamW(groups, lr=optim.lr, betas=betas, eps=optim.eps, fused=True)
 
 
 def clip(module: nn.Module, limit: float) -> None:

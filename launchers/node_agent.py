@@ -282,7 +282,6 @@ def run_local(
     verdict: Callable[[Ending], int],
     stops: Callable[[], int],
     tick: Callable[[], None],
-    patience: Patience | None = None,
 ) -> int:
     """Run `spec` to its end on this machine, in the foreground; return the exit code that `verdict` gives.
 
@@ -292,7 +291,7 @@ def run_local(
     if spec.num_nodes != 1:
         raise LauncherError(f"this machine is one node, but {spec.num_nodes} were asked for")
     place = LaunchPlace(node=0, master_address="127.0.0.1", master_port=free_port())
-    agent = start_agent(spec, place, patience)
+    agent = start_agent(spec, place)
     return verdict(supervise(agent, stops, tick))
 
 

@@ -50,13 +50,13 @@ _UNCONFIGURED = "establish a configuration source"
 NO_CLUSTER = "no configuration of a Slurm cluster (SLURM_CONF, or a name server that knows one)"
 
 
-def output_of(words: Sequence[str], *, stdin: str = "", timeout_s: float = QUERY_TIMEOUT_S) -> str:
+def output_of(words: Sequence[str], *, timeout_s: float = QUERY_TIMEOUT_S) -> str:
     """Run a command of Slurm's and return what it printed.
 
     Raises SlurmMissing when this machine does not have it, SlurmRefused with its words when it said no, and
     SlurmSilent when nobody answered: then what was asked for may or may not have happened.
     """
-    return both_outputs_of(words, stdin=stdin, timeout_s=timeout_s)[0]
+    return both_outputs_of(words, timeout_s=timeout_s)[0]
 
 
 def both_outputs_of(

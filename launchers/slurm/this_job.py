@@ -58,10 +58,10 @@ class OwnJob:
         return self.state not in ("RUNNING", "CONFIGURING", "RESIZING", "SIGNALING", "SUSPENDED", "STOPPED")
 
 
-def own_job(job: str, timeout_s: float = QUERY_TIMEOUT_S) -> OwnJob:
+def own_job(job: str) -> OwnJob:
     """Return what Slurm says of a job by its id (12, or 12_3). Raises LauncherError; SlurmRefused: gone."""
     words = ("scontrol", "--oneliner", "show", "job", job)
-    described = parsed(output_of(words, timeout_s=timeout_s))
+    described = parsed(output_of(words))
     if described is None:
         raise SlurmRefused(f"scontrol show job {job} printed nothing that describes a job")
     return described

@@ -7,7 +7,7 @@ are for a run that somebody asks about, not for a table of a thousand.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from orchestra.recovery import history
@@ -66,14 +66,11 @@ class EndedAttempt:
         return record
 
 
-def ended_attempts(events: Sequence[Record], steps: Mapping[int, int] | None = None) -> list[EndedAttempt]:
-    """Return the attempts that are over, oldest first. `events` are in the order of time.
-
-    `steps`: see `incidents`.
-    """
+def ended_attempts(events: Sequence[Record]) -> list[EndedAttempt]:
+    """Return the attempts that are over, oldest first. `events` are in the order of time."""
     attempts = history.read(events)
     by_number = {attempt.number: attempt for attempt in attempts}
-    ended = incidents(attempts, steps)
+    ended = incidents(attempts)
     return [_ended_attempt(incident, by_number[incident.attempt]) for incident in ended]
 
 

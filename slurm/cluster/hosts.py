@@ -131,9 +131,9 @@ class StartingHost:
         return "\n".join([f"{self.host} did not start: {fares}", *ends])
 
 
-def tail(path: Path, num_lines: int = 12) -> str:
+def tail(path: Path) -> str:
     """Return the last lines of a log."""
-    return "\n".join(path.read_text(errors="replace").splitlines()[-num_lines:])
+    return "\n".join(path.read_text(errors="replace").splitlines()[-12:])
 
 
 def kill_host(layout: ClusterLayout, host: str) -> None:

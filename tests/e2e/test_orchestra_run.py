@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -14,22 +16,26 @@ from typing import Any
 import pytest
 from commands import (
     PACE,
+    TINY,
     Started,
     environment,
     events_of,
     orchestra,
-    press_ctrl_c_twice,
     processes_of,
     run_of,
     start_run,
     state_of,
 )
 
-from orchestra.run.metrics_file import read_metrics
+from orchestra.data.order import read_ledger
+from orchestra.run.metrics_file import METRIC_KEYS, read_metrics
+from orchestra.run.paths import RunDir
+from tests.support import listening
 from tests.support.waiting import eventually
 
 _SMALL = ("train.global_batch_size=2", "train.seq_len=32", "wandb.mode=disabled")
 _END_S = 20.0
+STEPS, BATCH, SEQUENCE = 20, 8, 64
 
 
 def _start(folder: Path, *overrides: str, **options: Any) -> Started:
@@ -41,10 +47,13 @@ def _start(folder: Path, *overrides: str, **options: Any) -> Started:
 
 @pytest.fixture(scope="module")
 def finished(folder: Path) -> subprocess.CompletedProcess[str]:
-    """A run of six steps on two ranks, mirrored to an offline wandb run."""
+    """A run of two ranks with one micro-batch each, traced in steps 3 and 4, with an offline wandb run."""
     # A mirror that yields to everybody gets little of a busy machine: it may take its time at the end.
-    overrides = ("train.steps=6", "run.name=first", "train.global_batch_size=4", "wandb.finish_timeout_s=60")
-    return orchestra(folder, "run", *overrides)
+    mirror = "wandb.finish_timeout_s=60"
+    batch = (f"train.seq_len={SEQUENCE}", f"train.global_batch_size={BATCH}", "train.micro_batch_size=4")
+    shape = (*batch, "optim.lr=1e-3", "data.ledger=true", "cluster.device=cpu", "train.deterministic=true")
+    traced = ("train.profile.enabled=true", "train.profile.steps=[3,4]")
+    return orchestra(folder, "run", f"train.steps={STEPS}", "run.name=first", mirror, *shape, *traced)
 
 
 def test_a_run_ends_with_0_and_leaves_a_whole_run_directory_that_commands_tell_of(
@@ -52,8 +61,8 @@ def test_a_run_ends_with_0_and_leaves_a_whole_run_directory_that_commands_tell_o
 ) -> None:
     assert finished.stderr == ""
     run = run_of(folder, "first")
-    assert [row["step"] for row in read_metrics(run)] == [1, 2, 3, 4, 5, 6]
-    assert json.loads(run.record.read_text())["overrides"][0] == "train.steps=6"
+    assert [row["step"] for row in read_metrics(run)] == list(range(1, STEPS + 1))
+    assert json.loads(run.record.read_text())["overrides"][0] == f"train.steps={STEPS}"
     assert "gpus_per_node: 2" in run.config.read_text()
     assert sorted(event["rank"] for event in events_of(run, "finished") if "rank" in event) == [0, 1]
     assert events_of(run, "finished")[-1]["code"] == 0
@@ -62,9 +71,33 @@ def test_a_run_ends_with_0_and_leaves_a_whole_run_directory_that_commands_tell_o
     assert list(run.wandb.rglob("*.wandb")), events_of(run, "wandb_failed")
     assert processes_of(run) == []
     state = state_of(folder, "fir")
-    assert (state["state"], state["step"], state["steps"], state["attempts"]) == ("finished", 6, 6, 1)
-    assert "finished at step 6" in orchestra(folder, "why", "first").stdout
+    assert (state["state"], state["step"], state["steps"], state["attempts"]) == ("finished", STEPS, STEPS, 1)
+    assert f"finished at step {STEPS}" in orchestra(folder, "why", "first").stdout
     assert "launchers.bound_torchrun" in orchestra(folder, "logs", "first", "--node", "0").stdout
+
+
+def test_the_loss_falls_every_row_has_every_key_and_no_sample_comes_twice(
+    finished: object, folder: Path
+) -> None:
+    run = run_of(folder, "first")
+    seen = [sample for ids in read_ledger(run).values() for sample in ids]
+    assert len(seen) == STEPS * BATCH == len(set(seen))
+    rows = read_metrics(run)
+    assert all(set(METRIC_KEYS) <= row.keys() for row in rows)
+    assert rows[0]["loss"] == pytest.approx(5.6, abs=0.15)  # ln(272): nothing known yet
+    assert rows[-1]["loss"] < rows[0]["loss"] - 0.5
+    assert rows[-1]["tokens"] == STEPS * BATCH * SEQUENCE
+    assert 0 < rows[-1]["mfu_causal"] < rows[-1]["mfu"] < 1.5
+    assert rows[-1]["hfu"] == rows[-1]["mfu"]  # nothing is recomputed
+
+
+def test_the_trace_holds_the_steps_that_were_asked_for(finished: object, folder: Path) -> None:
+    run = run_of(folder, "first")
+    (trace,) = run.profile.glob("rank-00000-*.json.gz")
+    names = {event.get("name") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
+    assert {"step 3", "step 4"} <= names
+    assert not {"step 2", "step 5"} & names
+    assert not list(run.profile.glob("rank-00001*"))
 
 
 def test_piped_output_is_plain_complete_and_within_80_columns(
@@ -74,17 +107,38 @@ def test_piped_output_is_plain_complete_and_within_80_columns(
     assert "\x1b" not in finished.stdout
     assert max(map(len, lines)) <= 80
     begins = ["run     first", "model   debug: 808,064 parameters", "layout  2 ranks: dp 2"]
-    for begin in (*begins, "step 1/6", "step 6/6", "finished after 6 of 6 steps"):
+    for begin in (
+        *begins,
+        f"step  1/{STEPS}",
+        f"step {STEPS}/{STEPS}",
+        f"finished after {STEPS} of {STEPS} steps",
+    ):
         assert any(line.startswith(begin) for line in lines), finished.stdout
     assert any(line.startswith("loss ") and " → " in line for line in lines)
 
 
-def test_ranks_that_compile_nothing_start_without_torchs_compiler(tmp_path: Path) -> None:
-    """Its import takes a second of each start."""
+@pytest.fixture(scope="module")
+def bare(folder: Path) -> RunDir:
+    """A run under a umask that hides nothing, whose processes say what they import. One rank fails once."""
+    steps = ("train.steps=3", "checkpoint.every_steps=2", "data.ledger=true", "cluster.gpus_per_node=2")
+    # Another attempt too: by the same agent, its ranks forked from what it started first.
+    fault = "recovery.inject=[{at_step: 2, rank: 1}]"
+    through = ("sh", "-c", 'umask 000; exec "$@"', "sh")
     traced = {"PYTHONPROFILEIMPORTTIME": "1"}
-    one_rank = ("cluster.gpus_per_node=1", "cluster.device=cpu", "train.steps=2")
-    orchestra(tmp_path, "run", "run.name=plain", *_SMALL, *one_rank, extra=traced)
-    logs = [path for path in run_of(tmp_path, "plain").logs.rglob("*") if path.is_file()]
+    started = start_run(folder, "bare", *TINY, *steps, fault, through=through, extra=traced)
+    started.end(0)
+    return started.run
+
+
+def test_others_can_write_nothing_of_a_run_whatever_the_umask_is(bare: RunDir) -> None:
+    paths = [path for path in (bare.path, *bare.path.rglob("*")) if not path.is_symlink()]
+    assert {"checkpoints", "control", "events", "logs", "samples"} <= {path.name for path in paths}
+    assert [path for path in paths if stat.S_IMODE(path.stat().st_mode) & 0o022] == []
+
+
+def test_ranks_that_compile_nothing_start_without_torchs_compiler(bare: RunDir) -> None:
+    """Its import takes a second of each start."""
+    logs = [path for path in bare.logs.rglob("*") if path.is_file()]
     imported = {
         line.rpartition("|")[2].strip()
         for path in logs
@@ -103,18 +157,13 @@ def test_a_dry_run_prints_the_command_and_writes_nothing(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ctrl_c_twice_ends_every_process_with_130(tmp_path: Path) -> None:
+def test_a_run_listens_on_this_machine_alone_and_nothing_outlives_a_command_that_is_killed(
+    tmp_path: Path,
+) -> None:
     started = _start(tmp_path)
-    assert len(processes_of(started.run)) >= 3, "torchrun and two workers"
-    press_ctrl_c_twice(started)
-    out, err = started.end(130, _END_S)
-    assert "Traceback" not in out + err
-    assert "interrupted after" in out
-    assert events_of(started.run, "failed")[-1]["message"] == "SIGINT received, and a second signal after it"
-
-
-def test_nothing_outlives_a_command_that_is_killed(tmp_path: Path) -> None:
-    started = _start(tmp_path)
+    ours = processes_of(started.run)
+    assert len(ours) >= 3, "torchrun and two workers"
+    assert {each for pid in ours for each in listening.addresses(pid).values()} == {"127.0.0.1"}
     started.process.kill()
     started.process.communicate(timeout=_END_S)
     assert eventually(lambda: not processes_of(started.run), 5.0)

@@ -1,33 +1,60 @@
-"""`orchestra resume` as a user types it: what it says, what it changes, what it continues."""
+"""`orchestra resume` as a user types it: what it says, what it changes, what it continues.
+
+Damaged checkpoints are passed over, each with its reason, and nothing is made up.
+"""
 
 from __future__ import annotations
 
 import json
-import signal
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 from commands import (
-    PACE,
     TINY,
     assert_same_training,
     events_of,
-    newest_manifest,
     orchestra,
     run_of,
     start,
-    start_run,
     state_of,
 )
 
+from checkpointing.manifest import MANIFEST, decode
 from orchestra.run.config_file import read_config
 from orchestra.run.metrics_file import read_metrics
 from orchestra.run.paths import RunDir
 
-_STEPS = 12
+_STEPS, _EVERY = 12, 2
 # A kill finds no save in flight.
-_SAVING = ("checkpoint.every_steps=4", "checkpoint.async_save=false")
+_SAVING = (f"checkpoint.every_steps={_EVERY}", "checkpoint.keep_last=100", "checkpoint.async_save=false")
+
+
+def _flip_a_bit(checkpoint: Path) -> None:
+    manifest = decode((checkpoint / MANIFEST).read_bytes())
+    chunk = manifest.tensors[max(manifest.tensors)].chunks[-1]
+    content = bytearray((checkpoint / chunk.file).read_bytes())
+    content[chunk.begin + chunk.num_bytes // 2] ^= 0x10
+    (checkpoint / chunk.file).write_bytes(content)
+
+
+def _delete(checkpoint: Path) -> None:
+    min(checkpoint.glob("*.safetensors")).unlink()
+
+
+def _empty_the_manifest(checkpoint: Path) -> None:
+    (checkpoint / MANIFEST).write_bytes(b"")
+
+
+# From the newest checkpoint back: what is done to it, and what its reason must name.
+_DAMAGES = ((_flip_a_bit, ".safetensors"), (_delete, "missing"), (_empty_the_manifest, "not JSON"))
+
+
+def _checkpoints(run: RunDir) -> dict[int, Path]:
+    """Return the folders of the checkpoints by their steps, newest first."""
+    folders = {int(path.name.removeprefix("step-")): path for path in run.checkpoints.iterdir()}
+    return dict(sorted(folders.items(), reverse=True))
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +71,15 @@ def failed(folder: Path) -> subprocess.CompletedProcess[str]:
     fault = ("recovery.inject=[{at_step: 10, rank: 1}]", "recovery.max_restarts=0")
     name = "run.name=failed"
     return orchestra(folder, "run", name, f"train.steps={_STEPS}", *TINY, *_SAVING, *fault, code=1)
+
+
+@pytest.fixture(scope="module")
+def copies(failed: object, folder: Path) -> dict[str, RunDir]:
+    """Copies of the failed run as it was, to be damaged."""
+    run = run_of(folder, "failed")
+    assert list(_checkpoints(run)) == [8, 6, 4, _EVERY]
+    names = ("damaged", "hopeless")
+    return {name: RunDir(Path(shutil.copytree(run.path, run.path.with_name(name)))) for name in names}
 
 
 def _content(run: RunDir) -> dict[Path, bytes]:
@@ -79,6 +115,42 @@ def test_a_failed_run_says_how_to_go_on_and_a_dry_run_of_it_writes_nothing(
     assert _content(run) == before
 
 
+def test_damaged_checkpoints_are_passed_over_with_their_reasons(
+    folder: Path, copies: dict[str, RunDir], alone: RunDir
+) -> None:
+    """Every kind of damage: tests/ranks/test_restore.py."""
+    run = copies["damaged"]
+    for path, (damage, _) in zip(_checkpoints(run).values(), _DAMAGES, strict=False):
+        damage(path)
+
+    done = orchestra(folder, "resume", str(run.path))
+    (restored,) = events_of(run, "restored")
+    assert (restored["step"], [entry["step"] for entry in restored["skipped"]]) == (_EVERY, [8, 6, 4])
+    for entry, (damage, words) in zip(restored["skipped"], _DAMAGES, strict=True):
+        assert words in entry["reason"], (damage.__name__, entry)
+        assert f"the checkpoint of step {entry['step']} was passed over: " in done.stdout
+    assert_same_training(run, alone)
+
+
+def test_without_an_intact_checkpoint_nothing_is_trained_or_begun_anew(
+    folder: Path, copies: dict[str, RunDir]
+) -> None:
+    run = copies["hopeless"]
+    for path in _checkpoints(run).values():
+        _flip_a_bit(path)
+    rows = run.metrics.read_bytes()
+    done = orchestra(folder, "resume", str(run.path), code=93)
+    assert "no committed checkpoint is intact" in done.stderr
+    assert "orchestra resume" not in done.stdout
+    for step in _checkpoints(run):
+        assert f"step {step}: " in done.stderr
+    shutil.rmtree(run.checkpoints)
+    done = orchestra(folder, "resume", str(run.path), "checkpoint.restore_patience_s=0.5", code=93)
+    assert "record a checkpoint of step 8" in done.stderr
+    assert run.metrics.read_bytes() == rows
+
+
+@pytest.mark.usefixtures("copies")
 def test_of_two_resumes_at_once_one_trains_to_the_bits_of_a_run_left_alone(
     failed: subprocess.CompletedProcess[str], folder: Path, alone: RunDir
 ) -> None:
@@ -121,18 +193,3 @@ def test_a_finished_run_says_so_and_can_be_trained_further_on_another_layout(
     assert rows[-1]["loss_scale"] >= 1
     (restored,) = events_of(alone, "restored")
     assert (restored["step"], restored["layout"]["dp"]) == (12, 1)
-
-
-def test_a_run_that_trains_is_left_alone_and_ctrl_c_tells_how_to_go_on(tmp_path: Path) -> None:
-    endless = ("train.steps=1000000", "train.log_every=10", "checkpoint.every_steps=10", PACE)
-    started = start_run(tmp_path, "endless", *TINY, *endless)
-    started.wait_for(lambda: events_of(started.run, "checkpoint_committed"))
-    refused = orchestra(tmp_path, "resume", "endless", code=2)
-    assert f"endless is running, attempt 0: process {started.process.pid} on " in refused.stderr
-    started.process.send_signal(signal.SIGINT)
-    out, err = started.end(75)
-    assert err == ""
-    assert "stopping after this step, with a checkpoint (Ctrl-C again: at once)" in out
-    assert read_metrics(started.run)[-1]["step"] == newest_manifest(started.run.checkpoints).step
-    newest = newest_manifest(started.run.checkpoints).step
-    assert out.splitlines()[-1] == f"resume  `orchestra resume endless` goes on from step {newest}"

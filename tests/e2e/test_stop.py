@@ -78,8 +78,12 @@ def test_sigterm_saves_and_ends_with_75_and_the_run_goes_on_to_the_bits_of_one_l
     assert newest_manifest(alone.checkpoints).step == step + 7
 
 
-def test_cancel_asks_once_saves_and_says_what_it_did(tmp_path: Path) -> None:
+def test_a_run_that_trains_is_not_resumed_and_cancel_asks_once_and_saves(
+    tmp_path: Path,
+) -> None:
     started = _start(tmp_path, "checkpoint.every_steps=50")
+    refused = orchestra(tmp_path, "resume", "endless", code=2)
+    assert f"endless is running, attempt 0: process {started.process.pid} on " in refused.stderr
     planned = orchestra(tmp_path, "cancel", "endless", "--dry-run")
     assert "attempt 0 would be asked to save and stop" in planned.stdout
     assert stop_requests.read_requests(started.run, 0) == []
@@ -106,12 +110,15 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     # Stopped ranks can't save.
     for pid in processes_of(started.run):
         os.kill(pid, signal.SIGSTOP)
-    started.process.send_signal(signal.SIGTERM)
+    started.process.send_signal(signal.SIGINT)
     started.wait_for(lambda: stop_requests.read_requests(started.run, 0), 10)
     time.sleep(0.5)
     assert started.process.poll() is None
-    started.process.send_signal(signal.SIGTERM)
-    started.end(130)
+    started.process.send_signal(signal.SIGINT)
+    out, err = started.end(130)
+    assert "Traceback" not in out + err
+    assert "interrupted after" in out
+    assert started.verdict()["message"] == "SIGINT received, and a second signal after it"
 
 
 def test_a_request_during_the_start_is_heard_before_the_first_step(tmp_path: Path) -> None:

@@ -1,17 +1,17 @@
-"""What a trained run must show: falling losses, every sample once, its trace; or which step was bad."""
+"""A run whose loss is not finite any more: it ends with 93, and says which step was bad.
+
+What a run must show that trains well: test_orchestra_run.py.
+"""
 
 from __future__ import annotations
 
-import gzip
 import json
 from pathlib import Path
 
-import pytest
 from commands import events_of, orchestra, run_of, train
 
-from orchestra.data.order import read_ledger
 from orchestra.run.files import Record, read_json_lines
-from orchestra.run.metrics_file import METRIC_KEYS, read_metrics
+from orchestra.run.metrics_file import read_metrics
 from orchestra.run.paths import RunDir
 
 STEPS = 20
@@ -25,33 +25,6 @@ COMMON = (
     "wandb.mode=disabled",
     "cluster.device=cpu",
 )
-
-
-@pytest.fixture(scope="module")
-def two_ranks(folder: Path) -> RunDir:
-    """Two ranks with one micro-batch each, deterministic, traced in steps 3 and 4."""
-    traced = ("train.profile.enabled=true", "train.profile.steps=[3,4]")
-    return train(folder, "two", *COMMON, "cluster.gpus_per_node=2", "train.deterministic=true", *traced)
-
-
-def test_the_loss_falls_every_row_has_every_key_and_no_sample_comes_twice(two_ranks: RunDir) -> None:
-    seen = [sample for ids in read_ledger(two_ranks).values() for sample in ids]
-    assert len(seen) == STEPS * 8 == len(set(seen))
-    rows = read_metrics(two_ranks)
-    assert all(set(METRIC_KEYS) <= row.keys() for row in rows)
-    assert rows[0]["loss"] == pytest.approx(5.6, abs=0.15)  # ln(272): nothing known yet
-    assert rows[-1]["loss"] < rows[0]["loss"] - 0.5
-    assert rows[-1]["tokens"] == STEPS * 8 * 64
-    assert 0 < rows[-1]["mfu_causal"] < rows[-1]["mfu"] < 1.5
-    assert rows[-1]["hfu"] == rows[-1]["mfu"]  # nothing is recomputed
-
-
-def test_the_trace_holds_the_steps_that_were_asked_for(two_ranks: RunDir) -> None:
-    (trace,) = two_ranks.profile.glob("rank-00000-*.json.gz")
-    names = {event.get("name") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
-    assert {"step 3", "step 4"} <= names
-    assert not {"step 2", "step 5"} & names
-    assert not list(two_ranks.profile.glob("rank-00001*"))
 
 
 def verdict(run: RunDir) -> Record:

@@ -34,9 +34,9 @@ class PolicyCase:
     heals: bool = False
 
 
-def _each(attempts: int, fault: str, *, apart: int = 20) -> str:
+def _each(attempts: int, fault: str) -> str:
     return ",".join(
-        f"{{attempt:{attempt},rank:{attempt % 2},at_step:{15 + apart * attempt},fault:{fault}}}"
+        f"{{attempt:{attempt},rank:{attempt % 2},at_step:{15 + 20 * attempt},fault:{fault}}}"
         for attempt in range(attempts)
     )
 
@@ -74,9 +74,10 @@ POLICY_CASES = (
         "progress",
         "13",
         "a failure after each progress, more often than max_restarts",
-        _each(4, "sigkill"),
+        _each(2, "sigkill"),
         code=0,
-        attempts=5,
+        attempts=3,
+        overrides=("recovery.max_restarts=1",),
         heals=True,
     ),
     PolicyCase(

@@ -47,9 +47,7 @@ class _Telling:
         self.events.setdefault(writer, []).append(told)
 
 
-def long_run(
-    folder: Path, *, steps: int, nodes: int, every: int = 10, slow: tuple[int, float] = (13, 1.3)
-) -> RunDir:
+def long_run(folder: Path, *, steps: int, nodes: int, slow: tuple[int, float] = (13, 1.3)) -> RunDir:
     """Return a run of eight ranks a node that lost a node after 60 % of its steps, and the steps after half.
 
     Rank `slow[0]` takes `slow[1]` times as long as the others.
@@ -74,7 +72,7 @@ def long_run(
                 telling.tell(rank, attempt, "checkpoint_started", **facts)
                 telling.tell(rank, attempt, "checkpoint_committed", **facts, bytes=10**9, seconds=4.0)
         for number in range(8 * nodes):
-            timed = range(begin + every, end + 1, every)
+            timed = range(begin + 10, end + 1, 10)
             factor = slow[1] if number == slow[0] else 1.0
             own = [round(0.4 * factor * (1 + (step * 31 + number * 17) % 7 / 1000), 6) for step in timed]
             record = {"host": hosts[number // 8], "steps": [*timed], "own_s": own}
@@ -110,7 +108,7 @@ def _lose_node(telling: _Telling, hosts: list[str]) -> None:
     telling.tell(leader, 0, "restarting", **told, **words)
 
 
-def long_sweep(folder: Path, num_members: int, *, steps: int = 20) -> SweepDir:
+def long_sweep(folder: Path, num_members: int) -> SweepDir:
     """Return a sweep of learning rates and seeds whose members have finished, but for each tenth."""
     sweep = SweepDir(folder / "lr-sweep")
     members = []
@@ -119,12 +117,12 @@ def long_sweep(folder: Path, num_members: int, *, steps: int = 20) -> SweepDir:
         run = sweep.member(index)
         run.path.mkdir(parents=True)
         run.config.write_text(config)
-        record = {"name": f"{index:03d}", "sweep": sweep.name, "member": index, "steps": steps, "jobs": []}
+        record = {"name": f"{index:03d}", "sweep": sweep.name, "member": index, "steps": 20, "jobs": []}
         run.record.write_text(json.dumps(record))
         rate = 10 ** (-4 + 2 * (index % 40) / 40)
         members.append(SweepMember(index, str(index), (f"optim.lr={rate:.3g}", f"train.seed={index // 40}")))
         loss = 2.5 + (math.log10(rate) + 3.1) ** 2 + index // 40 * 0.001
-        lines(run.metrics, [row(step, BEGAN + step, loss=loss + 1.0 / step) for step in range(1, steps + 1)])
+        lines(run.metrics, [row(step, BEGAN + step, loss=loss + 1.0 / step) for step in range(1, 21)])
         events = EventWriter(run, node_writer(0, 0), 0, host="node1")
         events.write("attempt_started", pid=1, pid_started=1)
         if index % 10 == 9:

@@ -512,12 +512,12 @@ class LastWord(EventWriter):
         raise Killed(event, evidence)
 
 
-def dead_leader(run: RunDir, nodes: int = 2, *, is_before_start: bool = False) -> None:
+def dead_leader(run: RunDir, *, is_before_start: bool = False) -> None:
     """Let a leader submit the next job, and die before it says so."""
     context = {"before_start": True} if is_before_start else {}
     decision = Decision(Action.requeue, 1, "requeued without it", rule="node_is_gone", exclude=("node2",))
     with pytest.raises(Killed):
-        job_of(run, nodes).requeue(decision, 0, LastWord(run, node_writer(0, 0), 0, **context))
+        job_of(run, 2).requeue(decision, 0, LastWord(run, node_writer(0, 0), 0, **context))
     assert requeued(run) == []
 
 

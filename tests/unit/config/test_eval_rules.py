@@ -111,26 +111,26 @@ def test_a_plug_in_names_the_token_that_ends_documents_where_the_model_goes_by_i
     tokens = ("data=tokens", f"data.path={packed}", "train.seq_len=16", "eval.every_steps=10")
     masked = "data.document_masks=true"
 
-    def far(separator_id: int | None = None) -> str:
-        options = "" if separator_id is None else f"separator_id:{separator_id}"
-        return f"eval.data={{far:{{source:'{__name__}:Plugged',source_options:{{{options}}}}}}}"
+    plugged = f"source:'{__name__}:Plugged'"
+    named = {"own": 256, "other": 10}
+    sources = [f"{name}:{{{plugged},source_options:{{separator_id:{of}}}}}" for name, of in named.items()]
+    far = f"eval.data={{nameless:{{{plugged}}},{','.join(sources)}}}"
 
-    assert config_of(*tokens, far())
-    config = config_of(*tokens, masked, far(separator_id=256))
-    assert list(open_held_out(held_out_data(config), config)) == ["far"]
-    nameless = problems(*tokens, masked, far())
-    assert "eval.data.far: data.document_masks=true goes by the token" in nameless
-    assert "let what it returns have separator_id=256" in nameless
-    other = problems(*tokens, masked, far(separator_id=10))
-    assert "eval.data.far: token 10 ends its documents and 256 those of the training, by which" in other
-    assert "let them end with the same token" in other
-    config = config_of(*tokens, far(separator_id=10))
+    config = config_of(*tokens, far)
+    told = problems(*tokens, masked, far)
+    assert "eval.data.nameless: data.document_masks=true goes by the token" in told
+    assert "let what it returns have separator_id=256" in told
+    assert "eval.data.other: token 10 ends its documents and 256 those of the training, by which" in told
+    assert "let them end with the same token" in told
+    assert "eval.data.own" not in told
     unchecked = replace(config, data=replace(config.data, document_masks=True))
-    with pytest.raises(DataError, match=r"eval\.data\.far: token 10 ends its documents and 256"):
-        open_held_out(held_out_data(unchecked), unchecked)
-    # A run that goes on is evaluated as it was.
-    unnamed = replace(config_of(*tokens, far()), data=unchecked.data)
-    assert [len(list(rule_eval_documents(unnamed, Situation(verb)))) for verb in ("run", "resume")] == [1, 0]
+    held_out = held_out_data(unchecked)
+    assert list(open_held_out({"own": held_out["own"]}, unchecked)) == ["own"]
+    with pytest.raises(DataError, match=r"eval\.data\.other: token 10 ends its documents and 256"):
+        open_held_out({"other": held_out["other"]}, unchecked)
+    # A run that goes on is evaluated as it was, where nothing says that the tokens differ.
+    refused = [list(rule_eval_documents(unchecked, Situation(verb))) for verb in ("run", "resume")]
+    assert [["nameless" in each for each in of_verb] for of_verb in refused] == [[True, False], [False]]
 
 
 def test_documents_of_a_plug_in_are_masked_where_it_says_what_ends_them(

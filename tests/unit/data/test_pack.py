@@ -43,8 +43,8 @@ def expected_tokens(documents: list[str]) -> list[int]:
     return [token for text in documents for token in [*text.encode(), SEPARATOR]]
 
 
-def json_lines(documents: list[str], field: str = "text") -> bytes:
-    return b"".join(json.dumps({"id": 1, field: text}).encode() + b"\n" for text in documents)
+def json_lines(documents: list[str]) -> bytes:
+    return b"".join(json.dumps({"id": 1, "text": text}).encode() + b"\n" for text in documents)
 
 
 def write(path: Path) -> Path:

@@ -20,6 +20,8 @@ from orchestra.plan.space import choice_of, space_of
 
 MODEL = ["model=llama3_8b", "precision=bf16", "train.seq_len=8192", "train.global_batch_size=64"]
 NODES = ["cluster.nodes=2"]
+# Where a test is about another axis, a search that need not try these.
+PP, CP = "parallelism.pp=1", "parallelism.cp=1"
 
 
 def commands(text: str) -> list[list[str]]:
@@ -80,15 +82,15 @@ def test_a_layout_shares_out_each_batch_of_a_ramp(plan: PlanCommand) -> None:
     ("typed", "refused", "why"),
     [
         # Muon takes whole matrices, which tensor parallelism cuts.
-        (["optim=muon", "train.seq_len=1024"], "parallelism.tp=2", "Muon needs whole matrices"),
+        (["optim=muon", "train.seq_len=1024", PP, CP], "parallelism.tp=2", "Muon needs whole matrices"),
         # cuBLAS takes micro-batches of an even number of such sequences.
         (
-            ["precision=fp8", "train.seq_len=1032"],
+            ["precision=fp8", "train.seq_len=1032", PP, CP],
             "train.micro_batch_size=1",
             "divides, and train.micro_batch",
         ),
         (
-            ["train.noise_scale_every=10", "train.seq_len=65536"],
+            ["train.noise_scale_every=10", "train.seq_len=65536", PP, "parallelism.tp=1"],
             "parallelism.cp=2",
             "a gradient of its own sequences alone",
         ),
@@ -109,7 +111,7 @@ def test_what_runs_today_is_no_layout_that_the_trainer_refuses(
 @pytest.mark.slow
 def test_overrides_turn_an_experiment_into_each_layout() -> None:
     """The 70B experiment has tp 2, ZeRO-3 and selective recomputation: what differs has to be said."""
-    typed = ["experiment=llama3_70b", "cluster.hardware=h100", "cluster.gpus_per_node=8"]
+    typed = ["experiment=llama3_70b", "cluster.nodes=8"]
     asked = ask(typed)
     found = search(
         space_of(asked.config, "orchestra", asked.num_sequences, asked.fixed), 3, runs_today(asked.config)
@@ -175,7 +177,7 @@ def test_parameters_in_host_memory_are_searched_with_zero_3_alone() -> None:
 
 
 def test_state_on_disk_is_searched_where_its_folder_is_given(plan: PlanCommand) -> None:
-    printed = commands(plan.text("--search", *ON_DISK, "parallelism.offload_dir=/scratch"))
+    printed = commands(plan.text("--search", *ON_DISK, "parallelism.offload_dir=/scratch", PP, CP))
     overrides = next(overrides for _, verb, *overrides in printed if verb == "submit")
     submitted = compose([*overrides, "data=stdlib"], Situation("submit")).config.parallelism
     assert (submitted.offload, submitted.offload_dir) == (Offload.optimizer_disk, "/scratch")
@@ -195,7 +197,7 @@ def test_a_key_that_is_given_stays_and_a_preset_or_an_impossible_layout_does_not
     assert {layout["tp"] for layout in facts["pareto"]} == {4}
     assert {layout["zero"] for layout in facts["pareto"]} != {3}
     # 64 sequences cannot be shared out by 128 data-parallel ranks, but by fewer.
-    plan.text("--search", *MODEL, "cluster.nodes=16")
+    plan.text("--search", *MODEL, "cluster.nodes=16", PP, CP)
 
 
 def test_where_nothing_fits_the_nearest_and_what_helps_are_named(plan: PlanCommand) -> None:

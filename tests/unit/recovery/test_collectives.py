@@ -111,9 +111,9 @@ def test_whom_a_stalled_collective_waits_for_is_named(records: dict[int, Any], w
     assert words_of(records) == [words]
 
 
-def awaited_in(records: dict[int, dict[str, Any]], world_size: int = 3) -> set[int]:
+def awaited_in(records: dict[int, dict[str, Any]]) -> set[int]:
     known = {rank: parsed(json.dumps(each).encode()) for rank, each in records.items()}
-    return set(awaited(known, world_size))
+    return set(awaited(known, 3))
 
 
 def test_awaited_is_who_has_not_come_and_waits_for_nobody() -> None:

@@ -68,8 +68,8 @@ def submit_time() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S")
 
 
-def follower(tmp_path: Path, name: str, *before: RunDir, job: str = "9") -> RunDir:
-    run = submitted(tmp_path, name, job)
+def follower(tmp_path: Path, name: str, *before: RunDir) -> RunDir:
+    run = submitted(tmp_path, name, "9")
     record = json.loads(run.record.read_text())
     run.record.write_text(json.dumps({**record, "after": record_of(map(predecessor_of, before))}))
     return run

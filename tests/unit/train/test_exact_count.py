@@ -118,7 +118,6 @@ def test_closed_forms_meet_the_count_for_every_preset_and_what_saves_memory(choi
     [
         (LAYERS, ("parallelism=zero1", "precision=bf16"), False),
         (LAYERS, ("parallelism=zero2", "precision=bf16_fp32_grad"), True),
-        (LAYERS, ("parallelism=zero2", "precision=bf16_fp32_grad"), False),
         (WORDS, ("parallelism=zero1", "precision=bf16"), True),
     ],
 )
@@ -169,7 +168,6 @@ DEEPSEEK_V3 = (
 @pytest.mark.parametrize(
     "choice",
     [
-        ("precision=fp32",),
         ("precision=bf16", "parallelism=zero1"),
         ("precision=bf16", "train.recompute=selective"),
         ("precision=bf16", "train.recompute=full"),

@@ -44,12 +44,12 @@ from orchestra.train.watch.callbacks import Callbacks
 CPU = torch.device("cpu")
 
 
-def make_meter(peak: float | None = 1e12, num_devices: int = 4, past: Totals | None = None) -> Meter:
+def make_meter(peak: float | None = 1e12, past: Totals | None = None) -> Meter:
     settings = MeterSettings(
         model_flops=6_000_000,
         model_flops_causal=5_000_000,
         hardware_flops=8_000_000,
-        num_devices=num_devices,
+        num_devices=4,
         peak_flops_per_s=peak,
         device=CPU,
     )

@@ -32,13 +32,11 @@ FACTOR, WINDOWS = 1.3, 5
 WAIT_S = 0.05
 
 
-def windows_of(
-    num_ranks: int, num_windows: int, slow: dict[int, float], seed: int, noise: float = 0.1
-) -> list[list[float]]:
+def windows_of(num_ranks: int, num_windows: int, slow: dict[int, float], seed: int) -> list[list[float]]:
     """Return times of about 1 s with noise, of some ranks so many times as long."""
     chance = random.Random(seed)
     return [
-        [slow.get(rank, 1.0) * max(0.05, chance.gauss(1.0, noise)) for rank in range(num_ranks)]
+        [slow.get(rank, 1.0) * max(0.05, chance.gauss(1.0, 0.1)) for rank in range(num_ranks)]
         for _ in range(num_windows)
     ]
 
