@@ -51,7 +51,9 @@ OLD_CHUNK = {"8B8": 512, "llama_1b": 512, "llama_125m": 1280, "gpt2_xl": 1280}
 
 @dataclass(frozen=True)
 class GpuRow:
-    """What was measured; memory where it was read. `passes`: what the kernels moved; None: what they move."""
+    """What was measured; memory where it was read. `passes`: what the kernels moved; None: what they move.
+    `host_s`: what the host took for a block then; None: what it takes.
+    """
 
     shape: str
     overrides: str
@@ -60,6 +62,7 @@ class GpuRow:
     chunk: int | None = None
     passes: Passes | None = OLD
     hardware: str = FIRST_DAY
+    host_s: float | None = None
 
 
 def today(
@@ -117,11 +120,10 @@ NEWEST = (
     today("llama_1b", FP8, 72555, None),
     today("qwen3_moe", COMPILED, 115398, 58.7),
     today("mixtral", COMPILED, 86206, 52.2),
+    # It waits for the host. Attention was wrapped as what draws random numbers, which took 0.65 ms a block.
+    replace(today("gpt2_xl", COMPILED, 23619, 24.6), host_s=3.5e-3),
 )
 ROWS = (*EARLIER, *NEWEST)
-
-# Not met: most likely it waits for the host, of which the plan knows nothing here.
-NOT_MET = today("gpt2_xl", COMPILED, 23619, 24.6)
 
 
 def case(row: GpuRow) -> PlanCase:
@@ -130,6 +132,9 @@ def case(row: GpuRow) -> PlanCase:
     precision = "" if "precision=" in row.overrides else "precision=bf16"
     words = f"{one_gpu} {SHAPES[row.shape]} {batch} {precision} {row.overrides}".split()
     found = case_of(compose(for_planning(words), Situation("plan")).config)
+    if row.host_s is not None:
+        then = replace(found.framework, host_compiled_s=(row.host_s, row.host_s))
+        found = replace(found, framework=then)
     if row.passes is None:
         return found
     found = replace(found, framework=replace(found.framework, passes=row.passes))
@@ -140,7 +145,7 @@ def case(row: GpuRow) -> PlanCase:
 
 
 def main() -> None:
-    for row in (*ROWS, NOT_MET):
+    for row in ROWS:
         here = case(row)
         speed = predict(here).tokens_per_s
         # The loss kept its logits in fp32 also where blocks were compiled.

@@ -9,7 +9,8 @@ What runs this noisy let anybody reach stands in front (noise.py). `--fit` fits 
 the constants, as they stand in `orchestra/plan/frameworks.py`; the shipped ones are scored too, but on
 rows they have seen. Published rates of other trainers and devices follow (data/published_speed.csv and
 published_experts.csv, a source a row; `inferred` where the source leaves a field open, mostly the micro-batch
-or what is recomputed, and recipes or neighbouring rows say it).
+or what is recomputed, and recipes or neighbouring rows say it), and last those of published_unseen.csv, on
+which no constant was set.
 
 What a half does not fit is the model's form and the limits in `frameworks.Stalls`: both were chosen on all
 rows, so the other half is not quite unseen. How much the least certain of these limits gives is shown by a
@@ -263,6 +264,7 @@ def main() -> None:
     print(line("without the limit of 32 nodes", planner_score(without_node_limit(rows), {}, rows)))
     print("\n".join(published_lines("published_speed.csv")))
     print("mixtures of experts:\n" + "\n".join(published_lines("published_experts.csv")))
+    print("never set on:\n" + "\n".join(published_lines("published_unseen.csv")))
     if arguments.fit:
         constants = fit_planner(rows, rows)
         print(line("fitted on all rows", planner_score(rows, constants, rows)))

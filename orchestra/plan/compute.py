@@ -113,9 +113,11 @@ def layer_time(case: PlanCase, *, is_pressed: bool = False) -> LayerTime:
     attention_again = 1 + (1 / _PASSES if _repeats_attention(case) else 0)
     of_all = num_layer_parameters(model) - num_expert_parameters(model)
     products = 2 * _PASSES * of_all * tokens.count / tokens.tp / device.product_flops
-    products += _experts_products_s(case)
-    if case.counts_passes:
-        products *= slowdown(case, layer_matrices(case), rate=device.product_flops / half_flops(case))
+    tiles = 1.0
+    if case.counts_passes or case.framework.counts_tiles:
+        tiles = slowdown(case, layer_matrices(case), rate=device.product_flops / half_flops(case))
+    # What other trainers' experts lose is in the rate of theirs.
+    products = tiles * products + (tiles if case.counts_passes else 1.0) * _experts_products_s(case)
     attention = _attention(case) * attention_again
     traffic = case.framework.elementwise_bytes * tokens.width_bytes / 2 * model.hidden_size * tokens.count
     traffic *= _OUTER_TRAFFIC / tokens.outer + (1 - _OUTER_TRAFFIC) / tokens.tp
@@ -127,7 +129,7 @@ def layer_time(case: PlanCase, *, is_pressed: bool = False) -> LayerTime:
     elementwise += _merging(case) * attention_again
     is_busy_host = case.framework.computes_on_host
     if is_busy_host:
-        elementwise += _host(case) * again + _weights_time(case, held_of_layer(model, case.layout).total)
+        elementwise += _host(case, again) + _weights_time(case, held_of_layer(model, case.layout).total)
     ring = 0.0 if case.framework.gathers_context else _ring_attention(case)
     moved_again = 1.5 if case.recompute is Recompute.full else 1
     # What hides the ring of context parallelism hides nothing else.
@@ -140,7 +142,7 @@ def layer_time(case: PlanCase, *, is_pressed: bool = False) -> LayerTime:
         exchange=_exchange_s(case) * moved_again,
         context=_context_s(case, attention / attention_again, ring - attention),
         sharded=_gathered_parameters(case, busy),
-        host=0.0 if is_busy_host else _host(case) * again,
+        host=0.0 if is_busy_host else _host(case, again),
         pressed=stalls.pressed_layer_s if is_pressed and stalls is not None else 0.0,
     )
 
@@ -297,10 +299,17 @@ def _repeats_attention(case: PlanCase) -> bool:
     return case.recompute is not Recompute.none and not is_kept
 
 
-def _host(case: PlanCase) -> float:
-    """Issuing one layer. In a pipeline between nodes each collective waits, longer with more ranks."""
+def _host(case: PlanCase, again: float) -> float:
+    """Issuing one layer, `again` being the passes that are repeated too. What is compiled is one call forward
+    and one backward, whose guards and autograd take longer than eager kernels' launches; what is repeated
+    lies in the latter. In a pipeline between nodes each collective waits, longer with more ranks.
+    """
     framework, tp = case.framework, case.layout.tp
     alone = framework.host_layer_s + (framework.host_experts_s if case.model.num_experts else 0.0)
+    alone *= again
+    compiled = framework.host_compiled_s
+    if compiled and case.counts_passes and case.options.is_compiled and not case.model.num_experts:
+        alone = compiled[case.recompute is Recompute.full]
     if tp == 1 or case.layout.pp == 1 or case.num_nodes == 1:
         return alone
     group = case.group(tp, 1)
@@ -308,7 +317,7 @@ def _host(case: PlanCase) -> float:
     waits = framework.host_contention_s * tp
     if case.zero == 0 and case.layout.dp > 1:
         waits *= framework.unsharded_contention
-    return alone + waits + (_COLLECTIVES * slow if waits else 0.0)
+    return alone + (waits + (_COLLECTIVES * slow if waits else 0.0)) * again
 
 
 def _tensor_collectives(case: PlanCase) -> float:
@@ -459,7 +468,8 @@ def waits_at_hand_over(case: PlanCase) -> bool:
     stalls = case.framework.stalls
     if stalls is None or case.layout.pp == 1 or case.num_nodes == 1:
         return False
-    has_more = case.micro_batch_size >= stalls.from_micro_batch_size
+    is_large = case.model.hidden_size > stalls.above_hidden_size
+    has_more = is_large and case.micro_batch_size >= stalls.from_micro_batch_size
     has_many_shards = case.zero > 0 and case.num_shards >= stalls.from_shards
     is_wide = case.num_nodes >= stalls.from_nodes and (has_more or has_many_shards)
     return case.layout.tp >= stalls.from_tp or is_wide

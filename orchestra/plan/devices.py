@@ -33,14 +33,16 @@ class PeakShares:
 
 # FlashAttention-2 was written for Ampere (arXiv:2307.08691) and reaches less of a later device's peak
 # (arXiv:2407.08608); attention's shares are set so that rows of 8,192 tokens and more meet torchtitan's and
-# llm-foundry's tables. By the beginning of a row's name.
+# llm-foundry's tables. The vendor's on an H100: 5.28e13 FLOPs of a traced step of orchestra's took 138 ms
+# (8 layers of Llama 3 8B, RESULTS.md, 2026-11-26); an H200's was timed by itself. By the beginning of a row's
+# name.
 _REACHED = {
     "a100": PeakShares(0.85, 0.50, "set on llm-foundry's published A100 runs"),
-    "h100": PeakShares(0.757, 0.28, "fitted on the Ultra-Scale Playbook's H100 runs", 1.5),
+    "h100": PeakShares(0.757, 0.28, "fitted on the Ultra-Scale Playbook's H100 runs", 1.38),
     "a800": PeakShares(0.85, 0.50, "the A100's, whose processor it has"),
-    "h800": PeakShares(0.757, 0.28, "the H100's, whose processor it has", 1.5),
+    "h800": PeakShares(0.757, 0.28, "the H100's, whose processor it has", 1.38),
     "h200": PeakShares(0.757, 0.28, "the H100's; they meet torchtitan's H200 runs", 1.5),
-    "b200": PeakShares(0.757, 0.28, "the H100's; they meet NeMo's B200 runs", 1.5),
+    "b200": PeakShares(0.66, 0.28, "products: GB200's, whose processor it has; attention: H200's", 1.5),
     "gb200": PeakShares(0.66, 0.25, "set on published GB200 runs (DGX Cloud, Megatron Bridge)", 1.5),
     "gh200": PeakShares(0.757, 0.28, "the H100's, whose processor it has", 1.5),
     "b300": PeakShares(0.757, 0.28, "the B200's, of the same generation", 1.5),

@@ -27,11 +27,12 @@ class Stalls:
     hand_over_s: float
     # Tensor parallelism over at least so many ranks (four nodes): all of them wait.
     from_tp: int
-    # From so many nodes on, with several sequences in a micro-batch, or with ZeRO over so many ranks (12 of
-    # 13 such runs wait, and 1 of 9 under ZeRO 0).
+    # From so many nodes on, with several sequences in a micro-batch of more than so wide a model, or with
+    # ZeRO over so many ranks (12 of 13 such runs wait, and 1 of 9 under ZeRO 0).
     from_nodes: int
     from_shards: int
     from_micro_batch_size: int
+    above_hidden_size: int
     # Share of the device's memory from which the allocator has to free, and what that takes per layer.
     pressed_share: float
     pressed_layer_s: float
@@ -77,6 +78,8 @@ class Framework:
     loss_bytes: float
     # Host time to issue one layer, forward and backward: the device waits where its own work is shorter.
     host_layer_s: float
+    # The same of a dense layer that orchestra compiled, without and with full recomputation; None: as above.
+    host_compiled_s: tuple[float, float] | None
     # Further host time per layer and tensor-parallel rank when a pipeline leaves the node (see compute.py).
     host_contention_s: float
     # The contention is so many times larger with whole gradients on each rank (ZeRO 0, dp > 1).
@@ -136,6 +139,9 @@ class Framework:
     # Whether context parallelism gathers keys and values and gives each rank a head and a tail of a sequence,
     # or passes them round a ring.
     gathers_context: bool = False
+    # Whether a product is as much slower as its tiles and waves are not full (`kernels.product_tiles`): not
+    # where the constants were fitted to whole steps without it.
+    counts_tiles: bool = True
     # What orchestra's own kernels move.
     passes: Passes = Passes()
 
@@ -151,6 +157,7 @@ NANOTRON = Framework(
     elementwise_bytes=862.0,
     loss_bytes=32.0,
     host_layer_s=4.4e-3,
+    host_compiled_s=None,
     host_contention_s=2.22e-3,
     unsharded_contention=1.37,
     exposed_reduction=0.81,
@@ -162,6 +169,7 @@ NANOTRON = Framework(
         from_nodes=32,
         from_shards=32,
         from_micro_batch_size=2,
+        above_hidden_size=2048,
         pressed_share=0.925,
         pressed_layer_s=0.032,
     ),
@@ -178,11 +186,13 @@ NANOTRON = Framework(
     usual_precision=PrecisionName.bf16_fp32_grad,
     usual_sequence_parallel=True,
     reports_first_stage=True,
+    counts_tiles=False,
     source="fitted on the Ultra-Scale Playbook's H100 runs",
 )
 
 _EFFICIENT = replace(
     NANOTRON,
+    counts_tiles=True,
     elementwise_bytes=850.0,
     loss_bytes=20.0,
     host_layer_s=1.0e-3,
@@ -213,6 +223,9 @@ FRAMEWORKS = {
             usual_sequence_parallel=False,
             uses_vendor_attention=True,
             gathers_context=True,
+            # Twelve blocks of a GPT on one thread of a CPU, with next to nothing to compute (RESULTS.md,
+            # 2026-11-27). On an H100's host it was 3.6 ms when this thread took 3.5.
+            host_compiled_s=(2.4e-3, 2.9e-3),
             # Set so that a step took 8 to 20 % longer than with even routing (Megatron's ModelZoo). Experts'
             # products were taken for slower then: by what an H100 showed it is 4 to 5 % of Mixtral's.
             uneven_routing=1.25,
@@ -224,7 +237,7 @@ FRAMEWORKS = {
             uses_vendor_attention=True,
             pipeline_chunks=5,
             fuses_kernels=True,
-            elementwise_bytes=600.0,
+            elementwise_bytes=500.0,
             source="set on published runs with H100 and B200 (Megatron Bridge, NeMo, DGX Cloud)",
         ),
         replace(
@@ -251,7 +264,7 @@ FRAMEWORKS = {
             _EFFICIENT,
             name="llm-foundry",
             attention_rate=0.6,
-            elementwise_bytes=650.0,
+            elementwise_bytes=500.0,
             logit_bytes=4.0,
             source="set on its published figures",
         ),

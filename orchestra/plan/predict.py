@@ -29,7 +29,11 @@ from orchestra.plan.frameworks import OWN
 from orchestra.plan.kernels.memory_passes import BUSY_SHARE, STREAM_SHARE, UPDATE_SHARE
 from orchestra.plan.pipeline_time import pipeline_time
 from orchestra.plan.stage_memory import Memory, fits, is_pressed, stage_memory, states_of_rank, widths_of
-from orchestra.sizes.flops import hardware_flops_per_token, model_flops_per_token
+from orchestra.sizes.flops import (
+    hardware_flops_per_token,
+    model_flops_per_token,
+    model_flops_per_token_causal,
+)
 from orchestra.sizes.memory.layer_memory import recomputed_kinds
 from orchestra.sizes.memory.rank_memory import rank_bytes
 from orchestra.sizes.pipeline_check import PassTimes
@@ -239,8 +243,9 @@ def _optimizer(case: PlanCase) -> float:
 @dataclass(frozen=True)
 class Prediction:
     """What a case takes. MFU and HFU in PaLM's convention (see `orchestra.sizes.flops`), as shares of the
-    peak; None where layers are a plug-in, whose work nobody knows: time and activations are then those of the
-    family's own layers.
+    peak; `mfu_causal` counts only what the causal mask leaves of attention, which is what runs. None where
+    layers are a plug-in, whose work nobody knows: time and activations are then those of the family's own
+    layers.
 
     `fits`: memory suffices and every pipeline stage has something to do.
     """
@@ -251,6 +256,7 @@ class Prediction:
     fits: bool
     tokens_per_s: float
     mfu: float | None
+    mfu_causal: float | None
     hfu: float | None
 
     @property
@@ -314,6 +320,7 @@ def predict(case: PlanCase) -> Prediction:
         fits=fits(case, memory) and not has_idle_stage(case.stages),
         tokens_per_s=rate,
         mfu=share * model_flops_per_token(case.model, case.seq_len) if is_known else None,
+        mfu_causal=share * model_flops_per_token_causal(case.model, case.seq_len) if is_known else None,
         hfu=share * _hardware_flops(case) if is_known else None,
     )
 

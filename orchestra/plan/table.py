@@ -40,8 +40,9 @@ NEEDED = (
 PREDICTED = ("pred_tokens_per_s_per_gpu", "pred_mfu_pct", "pred_peak_memory_gib", "pred_fits")
 
 _DEVICES_PER_NODE = 8
-# As far as NVLink reaches.
-_PER_NODE = {"gb200": 72}
+# As far as NVLink reaches, and of that what jobs take whose ranks are powers of two: NVIDIA's recipes ask Slurm
+# for segments of 16 nodes of 4, so that no rack's border cuts a group of neighbours.
+_PER_NODE, _PER_SEGMENT = {"gb200": 72}, {"gb200": 64}
 _LARGEST_ZERO = 3
 # No size of a model, a batch or a cluster comes near it, and products of such numbers can be computed with.
 _LARGEST_NUMBER = 10**12
@@ -200,11 +201,17 @@ def case_of_row(row: Row) -> tuple[PlanCase | None, list[str]]:
         recompute=cells.choice("recompute", Recompute, Recompute.none),
         precision=precision,
         device=accelerator,
-        devices_per_node=_PER_NODE.get(accelerator.name, _DEVICES_PER_NODE),
+        devices_per_node=_devices_per_node(accelerator.name, mesh.world_size),
         network=network_of(profile, accelerator.name),
         framework=profile,
     )
     return (None if cells.problems else case), cells.problems
+
+
+def _devices_per_node(name: str, ranks: int) -> int:
+    per_node = _PER_NODE.get(name, _DEVICES_PER_NODE)
+    is_filled = ranks <= per_node or ranks % per_node == 0
+    return per_node if is_filled else _PER_SEGMENT.get(name, per_node)
 
 
 def taken_for(table: LayoutTable, all_cases: Sequence[PlanCase]) -> dict[str, str]:

@@ -100,6 +100,11 @@ TABLE: tuple[Hardware, ...] = (
         num_processors=132,
     ),
     Hardware(
+        *("h100_hbm2e", (), _HOPPER_SXM, 97_320 * MIB, 2400e9, 450e9),
+        source=f"{_H100}, SXM5, with other memory: torchtitan docs/performance.md (Grand Teton)",
+        num_processors=132,
+    ),
+    Hardware(
         "h100_pcie",
         ("NVIDIA H100 PCIe",),
         _HOPPER_PCIE,

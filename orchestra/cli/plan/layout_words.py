@@ -202,6 +202,7 @@ def facts(prediction: Prediction) -> dict[str, Any]:
         "tokens_per_s": prediction.tokens_per_s,
         "tokens_per_s_per_device": prediction.tokens_per_s_per_device,
         "mfu": prediction.mfu,
+        "mfu_causal": prediction.mfu_causal,
         "hfu": prediction.hfu,
         "fits": prediction.fits,
         "peak_memory_bytes": round(prediction.peak.total),

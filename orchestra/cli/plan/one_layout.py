@@ -36,6 +36,8 @@ from orchestra.submit.submission import advice
 _HOUR_S = 3600
 _BAR_WIDTH = 40
 _NAME_WIDTH = 26
+# Where attention counted in full makes MFU so much larger, the other convention's stands beside it.
+_CAUSAL_SHARE = 7 / 8
 
 _COMPONENTS = {
     "parameters": "parameters",
@@ -238,7 +240,12 @@ def _range(prediction: Prediction) -> list[str]:
 def _speed(prediction: Prediction) -> list[str]:
     each, whole = prediction.tokens_per_s_per_device, prediction.tokens_per_s
     shares = f"MFU {figures.percent(prediction.mfu)}, HFU {figures.percent(prediction.hfu)}"
-    return [f"speed   {each:,.0f} tokens/s per device, {figures.quantity(whole)} in all; {shares}"]
+    lines = [f"speed   {each:,.0f} tokens/s per device, {figures.quantity(whole)} in all; {shares}"]
+    # Of long sequences the conventions are far apart.
+    mfu, causal = prediction.mfu, prediction.mfu_causal
+    if mfu is not None and causal is not None and causal < _CAUSAL_SHARE * mfu:
+        lines.append(f"        MFU {figures.percent(causal)} with causal attention counted as half")
+    return lines
 
 
 def _routing(prediction: Prediction) -> list[str]:
@@ -301,6 +308,7 @@ def _facts(config: Config, prediction: Prediction) -> dict[str, Any]:
         "tokens_per_s": prediction.tokens_per_s,
         "tokens_per_s_per_device": prediction.tokens_per_s_per_device,
         "mfu": prediction.mfu,
+        "mfu_causal": prediction.mfu_causal,
         "hfu": prediction.hfu,
         "steps": config.train.steps,
         "run_s": seconds,

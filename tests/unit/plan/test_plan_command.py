@@ -32,6 +32,17 @@ def test_usable_memory_stands_beside_all_of_it(plan: PlanCommand) -> None:
     assert "note: it would fit with " in plan.notes
 
 
+def test_the_other_convention_stands_beside_the_mfu_of_long_sequences_alone(plan: PlanCommand) -> None:
+    words = ("model=llama_1b", "precision=bf16", "train.recompute=full")
+    long = (*words, "train.seq_len=65536")
+    facts = plan.facts(*long)
+    said = re.search(r"^ +MFU (.*)% with causal attention counted as half$", plan.text(*long), re.M)
+    assert said is not None
+    assert float(said[1]) == pytest.approx(100 * facts["mfu_causal"], abs=0.1)
+    assert facts["mfu_causal"] < 0.7 * facts["mfu"]
+    assert "causal" not in plan.text(*words, "train.seq_len=1024")
+
+
 def test_each_axis_is_shown_with_the_links_that_it_uses(plan: PlanCommand) -> None:
     words = ("model=llama3_8b", "parallelism=tp8_pp4", "cluster.nodes=8", "precision=bf16")
     text = plan.text(*words, "parallelism.schedule=interleaved", "parallelism.virtual_stages=2")

@@ -191,3 +191,13 @@ def test_a_width_that_stands_for_a_gpts_need_not_be_divided(tmp_path: Path, widt
     changes = {"tp": 2, "dp": 32, "num_gpus": 64, "zero": 3, "framework": "megatron"}
     [found] = predicted(written(tmp_path, row(intermediate_size=width, **changes)))
     assert found["pred_fits"] == fits
+
+
+def test_racks_that_ranks_do_not_fill_are_cut_where_groups_of_neighbours_end() -> None:
+    def nodes_of_neighbours(num_gpus: int, ranks: int) -> int:
+        return case(gpu="gb200", num_gpus=num_gpus, dp=num_gpus).group(ranks, 1).num_nodes
+
+    assert nodes_of_neighbours(256, 32) == nodes_of_neighbours(256, 64) == nodes_of_neighbours(72, 72) == 1
+    # Whole racks; and more neighbours than one has.
+    assert nodes_of_neighbours(144, 72) == 1
+    assert nodes_of_neighbours(256, 128) == 2

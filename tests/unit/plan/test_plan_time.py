@@ -12,18 +12,20 @@ from plan_cases import case
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.planner.gpu_rows import FP8, NEWEST, ROWS, GpuRow
+from benchmarks.planner.gpu_rows import EARLIER, FP8, NEWEST, ROWS, GpuRow
 from benchmarks.planner.gpu_rows import case as gpu_case
-from conf.schema import Offload, PrecisionName, Scaling
+from conf.schema import Offload, PrecisionName, Recompute, Scaling
 from orchestra.cli.plan import configuration
 from orchestra.plan.assemble import case_of
-from orchestra.plan.compute import layer_time
+from orchestra.plan.compute import layer_time, waits_at_hand_over
 from orchestra.plan.devices import EFA_H100, INFINIBAND_400, CollectiveGroup
-from orchestra.plan.frameworks import OWN
+from orchestra.plan.frameworks import FRAMEWORKS, OWN
 from orchestra.plan.kernels.memory_passes import _bytes_each
 from orchestra.plan.predict import predict, step_time
+from orchestra.plan.profiles import Profile, with_profile
 from orchestra.plan.space import Fixed, space_of
 from orchestra.precision.fp8 import FORWARD, attach_rounded, round_weight_, rounded, turned
+from orchestra.sizes.flops import model_flops_per_token, model_flops_per_token_causal
 from orchestra.sizes.units import GIB
 
 
@@ -85,6 +87,18 @@ def test_a_nanotron_pipeline_with_zero_over_many_ranks_of_many_nodes_waits() -> 
     few, many = ({"num_gpus": n, "dp": n // 4, **changes} for n in (64, 256))
     assert speed(zero=1, **many) < 0.5 * speed(zero=0, **many)
     assert speed(zero=1, **few) > 0.9 * speed(zero=0, **few)
+
+
+def test_of_nanotron_pipelines_on_many_nodes_wide_ones_with_several_sequences_wait() -> None:
+    changes = {"framework": "nanotron", "pp": 2, "tp": 2, "num_gpus": 256, "dp": 64, "grad_accum": 4}
+    narrow = {"hidden_size": 2048, "intermediate_size": 8192}
+
+    def waits(**more: object) -> bool:
+        return waits_at_hand_over(case(**changes, **more))
+
+    assert waits(micro_batch_size=2)
+    assert not waits(micro_batch_size=1)
+    assert not waits(micro_batch_size=2, **narrow)
 
 
 def test_what_hides_the_ring_hides_no_gathers_besides() -> None:
@@ -188,8 +202,28 @@ def test_the_memory_of_the_newest_runs_on_a_gpu_is_met(row: GpuRow) -> None:
     assert predict(gpu_case(row)).reported_peak.total / GIB == pytest.approx(row.memory_gib, rel=0.02)
 
 
+def test_short_blocks_that_are_compiled_wait_for_the_host_longer_if_they_are_repeated() -> None:
+    [row] = (each for each in NEWEST if each.shape == "gpt2_xl")
+    own = replace(gpu_case(row), framework=FRAMEWORKS[OWN])
+    repeated, kept = (layer_time(replace(own, recompute=how)) for how in (Recompute.full, Recompute.none))
+    assert repeated.total == repeated.host > kept.host > repeated.device
+    eager = layer_time(replace(own, options=replace(own.options, is_compiled=False)))
+    assert eager.host < eager.device
+    # A device that works longer on it, as on twice the sequences, waits no more.
+    longer = layer_time(replace(own, micro_batch_size=2 * own.micro_batch_size))
+    assert longer.host == repeated.host < longer.device
+
+
+def test_what_a_profile_measured_of_the_host_stands_for_compiled_blocks_too() -> None:
+    [row] = (each for each in NEWEST if each.shape == "gpt2_xl")
+    known = {"product_flops.bf16": 1e15, "host_layer_s": 6e-3}
+    measured = Profile("h100", known, {"bf16": 1e15}, source="measured")
+    layer = layer_time(with_profile(gpu_case(row), measured))
+    assert layer.host == pytest.approx(8e-3)
+
+
 def test_state_in_host_memory_costs_what_it_cost_and_less_where_the_update_is_late() -> None:
-    without, with_state = (row for row in ROWS if row.shape == "gpt2_xl")
+    without, with_state = (row for row in EARLIER if row.shape == "gpt2_xl")
     here = gpu_case(with_state)
     share = predict(here).tokens_per_s / predict(gpu_case(without)).tokens_per_s
     assert share == pytest.approx(with_state.tokens_per_s / without.tokens_per_s, rel=0.06)
@@ -285,6 +319,29 @@ def test_sums_that_the_backward_pass_hides_cost_one_bucket() -> None:
     first, second = (step_time(each).reduction for each in (hidden, one))
     assert 0 < first < 0.02 * step_time(hidden).total
     assert second == pytest.approx(2 * first)
+
+
+def test_waves_that_are_not_full_cost_other_trainers_but_nanotron_whose_constants_have_them() -> None:
+    small = {"seq_len": 2048, "tp": 8, "dp": 1, "sequence_parallel": 1}
+
+    def each_token_s(framework: str, sequences: int) -> float:
+        found = case(framework=framework, micro_batch_size=sequences, **small)
+        return layer_time(found).products / found.tokens.count
+
+    assert each_token_s("megatron", 1) > 1.05 * each_token_s("megatron", 8)
+    assert each_token_s("nanotron", 1) == pytest.approx(each_token_s("nanotron", 8))
+
+
+def test_causal_mfu_is_what_the_mask_leaves_and_far_lower_for_long_sequences() -> None:
+    short, long = (predict(case(seq_len=n, gpu_memory_gib=2000)) for n in (1024, 131072))
+    for found in (short, long):
+        shares = [
+            count(found.case.model, found.case.seq_len)
+            for count in (model_flops_per_token_causal, model_flops_per_token)
+        ]
+        assert found.mfu_causal / found.mfu == pytest.approx(shares[0] / shares[1])
+    assert short.mfu_causal > 0.95 * short.mfu
+    assert long.mfu_causal < 0.6 * long.mfu
 
 
 def test_a_pipeline_whose_stages_may_wait_has_a_range() -> None:

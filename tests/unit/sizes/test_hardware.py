@@ -53,6 +53,13 @@ def test_devices_with_fewer_links_have_all_else_of_the_whole_one(
     assert replace(one, **same) == replace(other, **same)
 
 
+def test_the_h100_of_a_cloud_is_another_one_by_its_memory_alone() -> None:
+    theirs, usual = row("h100_hbm2e"), row("h100")
+    assert theirs.memory_bytes_per_s < usual.memory_bytes_per_s
+    assert theirs.memory_bytes > usual.memory_bytes
+    assert (theirs.peak_flops, theirs.link_bytes_per_s) == (usual.peak_flops, usual.link_bytes_per_s)
+
+
 @pytest.mark.parametrize(
     "device_name",
     [
