@@ -6,7 +6,8 @@ process is started.
 What it assumes. Every rank of a stage is alike, and every node. A step is m micro-batches on the slowest
 stage, a bubble, and what the backward pass does not hide of the gradients' reduction. A layer takes the
 longer of what the device and what the host need. Products reach one share of the peak where their tiles
-fill the device (nanotron's: whatever their shape); everything that is neither product nor attention is memory traffic in proportion to tokens × hidden size.
+fill the device (nanotron's: whatever their shape); everything that is neither product nor attention is memory
+traffic in proportion to tokens × hidden size.
 Collectives do not overlap with products. Attention is causal flash attention, but in older trainers. Experts
 get equally many tokens, and nothing hides their exchange.
 

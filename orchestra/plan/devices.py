@@ -44,8 +44,8 @@ _REACHED = {
     "h200": PeakShares(0.757, 0.28, "the H100's; they meet torchtitan's H200 runs", 1.5),
     "b200": PeakShares(0.66, 0.28, "products: GB200's, whose processor it has; attention: H200's", 1.5),
     "gb200": PeakShares(0.66, 0.25, "set on published GB200 runs (DGX Cloud, Megatron Bridge)", 1.5),
-    "gh200": PeakShares(0.757, 0.28, "the H100's, whose processor it has", 1.5),
-    "b300": PeakShares(0.757, 0.28, "the B200's, of the same generation", 1.5),
+    "gh200": PeakShares(0.757, 0.28, "the H100's, whose processor it has", 1.38),
+    "b300": PeakShares(0.66, 0.28, "the B200's, of the same generation", 1.5),
     "gb300": PeakShares(0.66, 0.25, "the GB200's, of the same generation", 1.5),
     # MI250, four modules: per module 73 to 80 % of an A100's rate in llm-foundry, 1.13 times that with
     # FlashAttention-2 (databricks.com/blog/amd-mi250 and /training-llms-scale-amd-mi250-gpus, 2023): 0.55.

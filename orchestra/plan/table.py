@@ -40,9 +40,9 @@ NEEDED = (
 PREDICTED = ("pred_tokens_per_s_per_gpu", "pred_mfu_pct", "pred_peak_memory_gib", "pred_fits")
 
 _DEVICES_PER_NODE = 8
-# As far as NVLink reaches, and of that what jobs take whose ranks are powers of two: NVIDIA's recipes ask Slurm
-# for segments of 16 nodes of 4, so that no rack's border cuts a group of neighbours.
-_PER_NODE, _PER_SEGMENT = {"gb200": 72}, {"gb200": 64}
+# As far as NVLink reaches, and of that what jobs take whose ranks are powers of two: NVIDIA's recipes ask
+# Slurm for segments of 16 nodes of 4, so that no rack's border cuts a group of neighbours.
+_PER_NODE, _PER_SEGMENT = {"gb200": 72, "gb300": 72}, {"gb200": 64, "gb300": 64}
 _LARGEST_ZERO = 3
 # No size of a model, a batch or a cluster comes near it, and products of such numbers can be computed with.
 _LARGEST_NUMBER = 10**12

@@ -48,8 +48,8 @@ _copy = memory_copies.DeviceCopier.copy
 
 
 class UnevenTokens:
-    """Samples with words of which some come far more often, the same ones with every Python: its own library's
-    text, which trains elsewhere here, is another one with each version.
+    """Samples with words of which some come far more often, the same ones with every Python, whose own
+    library's text (`data.source=stdlib`) is another one with each version.
     """
 
     num_samples, vocab_size, identity = 4096, MODEL.vocab_size, "uneven tokens"
