@@ -129,6 +129,8 @@ class Progress:
                 )
             elif name == "experts_moved":
                 self._notices.append(_moved_experts(event, step))
+            elif name == "evaluation_left":
+                self._notices.append(f"left the evaluation after step {step}: {event.get('cause')}")
             elif name == "stop_requested":
                 self._notices.append(f"stopping after step {step}: {event.get('reason', 'asked to')}")
             elif name == "restored":
