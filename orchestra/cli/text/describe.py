@@ -301,6 +301,7 @@ _WORDS = {
     "productive_s": "productive",
     "lost_s": "lost work",
     "checkpoint_s": "saving",
+    "evaluation_s": "evaluating",
     "restart_s": "starts",
     "restore_s": "restores",
     "queue_s": "queue",

@@ -122,6 +122,27 @@ def test_logs_show_node_rank_0_and_the_rank_that_failed(failed_run: RunDir, orch
     assert orchestra("logs", "broken-1", "--rank", "1", "-f").out == "rank 1 says\n"
 
 
+def test_a_log_that_ends_within_a_character_is_followed_without_breaking_it(
+    failed_run: RunDir, orchestra: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, words = failed_run.rank_log(0, 1), "0.5 µs – 1 ms\n"
+    log.write_bytes(b"")
+    shutil.rmtree(failed_run.events)
+    pieces = iter(bytes([byte]) for byte in words.encode())
+
+    def grow(_: float) -> None:
+        with log.open("ab") as file:
+            file.write(next(pieces, b""))
+        if log.stat().st_size == len(words.encode()):
+            led_here(failed_run, ended=1)
+
+    me = {"name": "broken-1", "host": socket.gethostname(), "pid": os.getpid()}
+    failed_run.record.write_text(json.dumps(me))
+    monkeypatch.setattr(logs_command.time, "sleep", grow)
+    monkeypatch.setattr(logs_command, "_CHUNK_BYTES", 4)
+    assert orchestra("logs", "broken-1", "--rank", "1", "-f").out == words
+
+
 def test_logs_that_do_not_exist_say_which_do(failed_run: RunDir, orchestra: CommandLine) -> None:
     assert "rank-00001.log" in orchestra("logs", "broken-1", "--rank", "7", code=EXIT_USAGE).err
     assert "attempt-000" in orchestra("logs", "broken-1", "--attempt", "2", code=EXIT_USAGE).err

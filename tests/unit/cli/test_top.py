@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -103,6 +105,18 @@ def test_keys_open_a_run_ask_before_they_cancel_it_and_leave_the_terminal_as_it_
     terminal("b", until="goodput")
     left = terminal("q", until="ended with 0")
     assert "goodput" not in left, "the screen is the one from before"
+
+
+def test_a_signal_that_ends_it_leaves_the_terminal_as_it_was(
+    first: RunDir, terminal: Callable[..., str], tmp_path: Path
+) -> None:
+    terminal(until="q quit")
+    server = ["tmux", "-S", str(tmp_path / "tmux")]
+    asked = [*server, "list-panes", "-F", "#{pane_pid}"]
+    shell = int(subprocess.run(asked, capture_output=True, check=True, timeout=LIMIT_S).stdout)
+    (top,) = map(int, Path(f"/proc/{shell}/task/{shell}/children").read_text().split())
+    os.kill(top, signal.SIGTERM)
+    assert "q quit" not in terminal(until="ended with 130")
 
 
 def test_into_a_pipe_it_prints_plain_text_once(orchestra: CommandLine, first: RunDir, tmp_path: Path) -> None:
