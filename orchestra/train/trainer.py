@@ -79,6 +79,7 @@ from orchestra.train.step import TrainingStep
 from orchestra.train.stopping import RequestWatch, SaveClock, Stopping
 from orchestra.train.watch.bad_losses import NonFiniteGuard, OverflowLog
 from orchestra.train.watch.energy import EnergyWatch, build_energy_watch, members_on_device
+from orchestra.train.watch.epochs import Epochs, build_epochs
 from orchestra.train.watch.flight_recorder import answer_for_collectives
 from orchestra.train.watch.inject_faults import Faults, planned_loss_factor
 from orchestra.train.watch.noise_scale import NoiseScale, build_noise_scale
@@ -131,6 +132,8 @@ class Trainer:
     sources: SourceLosses | None
     # None where it is not measured.
     noise: NoiseScale | None
+    # Rank 0's, where the run goes through its data more than once.
+    epochs: Epochs | None
     # Rank 0's; None on the others.
     metrics: MetricsLog | None
     # None on a CPU.
@@ -239,11 +242,13 @@ class Trainer:
         return request
 
     def _show_beside(self, trained: TrainedStep) -> None:
-        """Give the row of a step what its sources, the noise and the experts' balance add. *Collective*."""
+        """Give a step's row what sources, the noise, epochs and the experts' balance add. *Collective*."""
         if self.sources is not None:
             self._show(self.sources.columns(trained))
         if self.noise is not None and self.metrics is not None:
             self._show(self.noise.columns())
+        if self.epochs is not None:
+            self._show(self.epochs.columns(trained.batch.position))
         balance = self.built.parallelized.expert_balance
         if balance is not None and self.metrics is not None:
             self._show(balance.columns())
@@ -377,6 +382,7 @@ def assemble(config: Config, mesh: Mesh, ranks: RankEnvironment, rank: RankAttem
         profiler=profiler,
         sources=sources,
         noise=noise,
+        epochs=build_epochs(loader.source, built.batches, config.train.steps, events_of_rank_0),
         metrics=metrics,
         energy=energy,
         evaluation=evaluation,

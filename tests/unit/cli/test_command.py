@@ -234,3 +234,14 @@ def test_slow_attention_is_told_with_its_advice_until_an_attempt_has_none() -> N
     slow = {"event": "attention", "backend": "flash", "cudnn": 91002, "cause": "old", "advice": "unset it"}
     assert describe.attention_lines([fast, slow, {"event": "finished"}]) == ["warning old; unset it"]
     assert describe.attention_lines([slow, fast]) == describe.attention_lines([]) == []
+
+
+def test_a_run_of_one_step_is_told_its_rate(
+    orchestra: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    told = "rate    3e-05: a run of one step has only its schedule's end (optim.min_lr)\n"
+    one = ("run", "train.steps=1", "--dry-run")
+    assert told in orchestra(*one).out
+    for words in ((*one, "optim.schedule=constant"), (*one, "optim.warmup_steps=1"), ("run", "--dry-run")):
+        assert "rate    " not in orchestra(*words).out
