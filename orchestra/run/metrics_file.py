@@ -51,6 +51,8 @@ NUMBER_KEYS = tuple(key for key in METRIC_KEYS if key not in ("step", "mfu_conve
 # What the names of losses by source begin with: eval/NAME/loss is held-out, in the row of the step that it
 # follows, and train/NAME/loss that of a blend's part in the step of its row.
 _EVAL, _TRAIN = "eval/", "train/"
+# How often a run has gone through its data, in rows of runs that do more than once.
+EPOCH = "data/epoch"
 # What data is called that is no blend, where the parts of one are named.
 DATA = "data"
 # The squared norm of the true gradient, and the variance of one sequence's: means of what the steps since the

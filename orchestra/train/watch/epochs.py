@@ -1,4 +1,4 @@
-"""How often a run goes through its data: where that is more than once, the column `epoch` of its rows.
+"""How often a run goes through its data: where that is more than once, the column data/epoch of its rows.
 
 Each part of a blend has epochs of its own, so the column is that of the part that is repeated most. Called by
 the trainer.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from orchestra.data.source import SampleSource
 from orchestra.run.events import EventWriter
-from orchestra.run.metrics_file import repeats_words
+from orchestra.run.metrics_file import EPOCH, repeats_words
 from orchestra.sizes.topology import StepBatches
 
 
@@ -24,7 +24,7 @@ class Epochs:
 
     def columns(self, position: int) -> dict[str, float]:
         """Return the row's column of a run that has consumed `position` samples."""
-        return {"epoch": max(self.source.epochs_at(position).values())}
+        return {EPOCH: max(self.source.epochs_at(position).values())}
 
 
 def build_epochs(

@@ -245,3 +245,10 @@ def test_a_run_of_one_step_is_told_its_rate(
     assert told in orchestra(*one).out
     for words in ((*one, "optim.schedule=constant"), (*one, "optim.warmup_steps=1"), ("run", "--dry-run")):
         assert "rate    " not in orchestra(*words).out
+
+
+def test_no_error_shows_a_password(orchestra: CommandLine) -> None:
+    place = "ftp://me:s3cr3t@127.0.0.1:1/weights"
+    err = orchestra("checkpoint", "import", place, code=1).err
+    assert "ftp://me:…@127.0.0.1:1/weights" in err
+    assert "s3cr3t" not in err

@@ -411,7 +411,7 @@ def test_the_epoch_of_a_run_that_repeats_its_data_is_told(
     assert "epoch" not in orchestra("status", "small").out
     assert "epoch" not in orchestra.json("status", "small")[0]
     EventWriter(run, rank_writer(0, 0), 0, rank=0).write("data_repeats", epochs={"wiki": 3.2})
-    JsonLinesWriter(run.metrics).write({"step": 10, "loss": 2.0, "epoch": 1.2345})
+    JsonLinesWriter(run.metrics).write({"step": 10, "loss": 2.0, "data/epoch": 1.2345})
     assert "data    epoch 1.23; it goes 3.2 times through wiki\n" in orchestra("status", "small").out
     assert orchestra.json("status", "small")[0]["epoch"] == 1.2345
 

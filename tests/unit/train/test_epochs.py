@@ -10,7 +10,7 @@ import pytest
 from conf.schema import TrainConfig
 from orchestra.data.source import Blend, TokenSamples
 from orchestra.run.events import EventWriter, read_events
-from orchestra.run.metrics_file import repeats_words
+from orchestra.run.metrics_file import EPOCH, repeats_words
 from orchestra.run.paths import RunDir
 from orchestra.sizes.topology import StepBatches
 from orchestra.train.watch.epochs import build_epochs
@@ -30,7 +30,7 @@ def test_only_what_is_repeated_is_told(tmp_path: Path, capsys: pytest.CaptureFix
     assert read_events(run) == []
     epochs = build_epochs(source, BATCHES, 10, events)
     assert epochs is not None
-    assert epochs.columns(20) == {"epoch": pytest.approx(0.5)}
+    assert epochs.columns(20) == {EPOCH: pytest.approx(0.5)}
     (event,) = read_events(run)
     assert (event["event"], event["epochs"]) == ("data_repeats", {"web/small": pytest.approx(2.5)})
     assert capsys.readouterr().err == "note: the run goes 2.5 times through web/small\n"
@@ -51,4 +51,4 @@ def test_a_full_disk_takes_the_record_and_no_training(tmp_path: Path) -> None:
     run.event_file("rank").symlink_to("/dev/full")
     epochs = build_epochs(part(4), BATCHES, 1, EventWriter(run, "rank", 0))
     assert epochs is not None
-    assert epochs.columns(6) == {"epoch": 1.5}
+    assert epochs.columns(6) == {EPOCH: 1.5}
