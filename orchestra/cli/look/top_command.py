@@ -119,6 +119,7 @@ class Top:
     def read(self) -> None:
         """Read what the page shows."""
         now = time.time()
+        self._leave_removed()
         if isinstance(self.target, RunDir):
             (state,), _ = read_states([self.target], now, self._questions)
             assert isinstance(state, RunState)
@@ -130,6 +131,14 @@ class Top:
         states, _ = read_states(targets, now, self._questions)
         self.entries = [Entry(state, _losses(state)) for state in states]
         self.chosen = max(0, min(self.chosen, len(self.entries) - 1))
+
+    def _leave_removed(self) -> None:
+        """Say so where what is shown was removed: it would look like a run that has not begun."""
+        # What cannot be seen is told when it is read.
+        with contextlib.suppress(OSError):
+            if self.target is not None and not self.target.has_records():
+                self.text = (self.target.name, ["its records are gone: it was removed or renamed"])
+                self.target, self.view, self.chosen = None, None, 0
 
     def page(self, width: int, height: int | None, *, has_blocks: bool) -> list[Line]:
         """Return what is to be drawn."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -136,6 +137,21 @@ def test_into_a_pipe_it_prints_plain_text_once(orchestra: CommandLine, first: Ru
     assert asked[-1].startswith("cancel odd [31m? y: yes")
     for text in (*everything.split("\n"), *one.split("\n"), *asked):
         assert text.isprintable()
+
+
+def test_a_run_that_is_removed_while_it_is_shown_is_told_and_left(first: RunDir, tmp_path: Path) -> None:
+    top = Top(tmp_path / "runs", first)
+    top.read()
+    assert any("40/" in text for _, text in top.page(80, 24, has_blocks=True))
+    shutil.rmtree(first.path)
+    top.read()
+    page = [text for _, text in top.page(80, 24, has_blocks=True)]
+    assert page[0].startswith("first ")
+    assert page[1] == "its records are gone: it was removed or renamed"
+    top.press("b", 24, lambda _: [])
+    listed = "\n".join(text for _, text in top.page(80, 24, has_blocks=True))
+    assert "broken" in listed
+    assert "first" not in listed
 
 
 @pytest.mark.parametrize("height", [8, 24, 50])
