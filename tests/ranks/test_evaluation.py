@@ -236,6 +236,20 @@ def test_a_stop_during_an_evaluation_leaves_it_and_saves(
         assert attempts.rows(path) == attempts.rows(plain)
 
 
+@pytest.mark.parametrize("parallelism", [{"pp": 2}, {"zero": 3}], ids=str)
+def test_what_a_left_evaluation_leaves_behind_is_in_nobodys_way(
+    ranks: Ranks, tmp_path: Path, parallelism: dict[str, Any]
+) -> None:
+    config, pool = with_evaluations(attempts.config_of(**parallelism)), ranks(2)
+    whole = pool.run(attempts.attempt_of, path=tmp_path / "whole", attempt=0, config=config)
+    path = tmp_path / "run"
+    ended = pool.run(stopped_while_it_evaluates, path=path, config=config, ask_at=2)
+    assert ended == ["StopRequested after 1 micro-batches"] * 2
+    assert attempts.committed(path) == [3]
+    assert pool.run(attempts.attempt_of, path=path, attempt=1, config=config) == whole
+    assert attempts.rows(path) == attempts.rows(tmp_path / "whole")
+
+
 def test_a_full_disk_takes_the_record_of_an_evaluation_and_no_more(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.events.mkdir()
