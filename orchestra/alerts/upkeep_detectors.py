@@ -33,6 +33,10 @@ _HELP = {
         "waits for saves",
         "checkpoint.async_save=true, or save less often: checkpoint.every_steps=auto",
     ),
+    "evaluation_s": (
+        "evaluations",
+        "evaluate less often (eval.every_steps), or on fewer batches (eval.steps)",
+    ),
     "restart_s": (
         "starts",
         "recovery.warm_start=true, cluster.spare_nodes; `orchestra why` tells what failed",

@@ -12,6 +12,7 @@ import contextlib
 import importlib
 import io
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from types import ModuleType
@@ -206,9 +207,13 @@ def _flush_or_drop() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+# A password in an address: scheme://NAME:PASSWORD@host.
+_PASSWORD = re.compile(r"(\w://[^/\s:@]*:)[^/\s@]+(?=@)")
+
+
 def _complain(problems: Sequence[str]) -> None:
     with contextlib.suppress(OSError):
-        for problem in problems:
+        for problem in (_PASSWORD.sub(r"\1…", each) for each in problems):
             print(_ERROR + problem.replace("\n", "\n" + " " * len(_ERROR)), file=sys.stderr)
 
 

@@ -14,6 +14,7 @@ from conf.schema import DataConfig
 from orchestra.data.order import Int64, sample_ids
 from orchestra.errors import ConfigError, DamagedDataError, DataError
 from orchestra.plugins import Plugin, loaded, one_line, other_source, source_plugin
+from orchestra.run.metrics_file import DATA
 
 
 class Samples(Protocol):
@@ -71,6 +72,9 @@ class PluggedSamples:
 
     def ids_at(self, position: int, count: int, seed: int) -> Int64:
         return sample_ids(position, count, num_samples=self.num_samples, seed=seed)
+
+    def epochs_at(self, position: int) -> dict[str, float]:
+        return {DATA: position / self.num_samples}
 
     def read(self, sample_id: int, out: Int64) -> None:
         said = f"{self._said}: sample({sample_id})"

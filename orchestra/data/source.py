@@ -36,6 +36,7 @@ from orchestra.data.token_files import (
 )
 from orchestra.errors import DataError
 from orchestra.plugins import is_plugin, no_separator
+from orchestra.run.metrics_file import DATA
 
 Tokens = npt.NDArray[np.generic]
 
@@ -49,6 +50,11 @@ class SampleSource(Protocol):
 
     def ids_at(self, position: int, count: int, seed: int) -> Int64:
         """Return the sample ids at positions [position, position + count): a pure function."""
+
+    def epochs_at(self, position: int) -> dict[str, float]:
+        """Return how often the order has gone through each part of the source before `position`, by the
+        part's name; a source that is no blend is one part, called DATA.
+        """
 
     def read(self, sample_id: int, out: Int64) -> None:
         """Write the sample's seq_len + 1 tokens into `out`. Raises DataError for a token that cannot be, and
@@ -77,6 +83,9 @@ class TokenSamples:
 
     def ids_at(self, position: int, count: int, seed: int) -> Int64:
         return sample_ids(position, count, num_samples=self.num_samples, seed=seed)
+
+    def epochs_at(self, position: int) -> dict[str, float]:
+        return {DATA: position / self.num_samples}
 
     def read(self, sample_id: int, out: Int64) -> None:
         start = sample_id * self._seq_len
@@ -167,6 +176,11 @@ class Blend:
         ids = np.empty(count, dtype=np.int64)
         self._fill(ids, np.arange(count), position, (0, len(self._parts)), seed)
         return ids
+
+    def epochs_at(self, position: int) -> dict[str, float]:
+        parts = zip(self.names, self._weights, self._parts, strict=True)
+        whole = sum(self._weights)
+        return {name: position * weight / whole / part.num_samples for name, weight, part in parts}
 
     def read(self, sample_id: int, out: Int64) -> None:
         number = int(self.parts_of(sample_id))

@@ -340,8 +340,18 @@ def nearest_folder(path: Path) -> Path:
     return next(folder for folder in (path, *path.parents) if folder.is_dir())
 
 
+def _no_folder(path: Path) -> Path | None:
+    """Return what is in the way of a folder: a file, or a link to nothing; None where nothing is."""
+    there = next(each for each in (path, *path.parents) if os.path.lexists(each))
+    return None if there.is_dir() else there
+
+
 def _run_dir(subject: Subject) -> Iterator[Finding]:
     place = subject.run_dir.expanduser().absolute()
+    if (obstacle := _no_folder(place)) is not None:
+        problem = f"{place}: {obstacle} is no folder, and none can be made there"
+        yield Finding("run.dir", Mark.failed, problem, "choose another run.dir")
+        return
     folder = nearest_folder(place)
     kind = _kind(folder)
     new = "" if folder == place else f" (to be made in {folder})"

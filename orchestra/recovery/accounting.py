@@ -13,6 +13,7 @@ import dataclasses
 import itertools
 import math
 import statistics
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -50,6 +51,8 @@ class Account(Enum):
     lost = "lost"
     # Between steps: saves, copies in memory and records, as far as the training waited for them.
     checkpoint = "checkpoint"
+    # Between steps: held-out losses.
+    evaluation = "evaluation"
     # Starts, ends and replaces processes: from a failure to the ranks' next step, less the restore; the first
     # start too.
     restart = "restart"
@@ -68,6 +71,7 @@ class Accounts:
     productive_s: float = 0.0
     lost_s: float = 0.0
     checkpoint_s: float = 0.0
+    evaluation_s: float = 0.0
     restart_s: float = 0.0
     restore_s: float = 0.0
     queue_s: float = 0.0
@@ -154,6 +158,12 @@ class AttemptTimes:
             seconds = max(0.0, saves[-1].time - self.training_at - saves[-1].blocked_s)
             return seconds / num_steps if num_steps > 0 else None
         return None
+
+    def evaluations(self) -> list[tuple[int, float]]:
+        """Return the step and the seconds of each evaluation, also of those that were left for a stop."""
+        told = self.attempt.named("evaluated", "evaluation_left")
+        known = [each for each in told if is_whole(each.get("step")) and is_number(each.get("seconds"))]
+        return sorted((each["step"], float(each["seconds"])) for each in known)
 
     @property
     def row_time_s(self) -> float | None:
@@ -274,15 +284,19 @@ class _Book:
         self._seconds[to] += seconds
         self.cursor += seconds
 
-    def steps(self, time: float, seconds: float, kept: float, rest: Account) -> None:
+    def steps(
+        self, time: float, seconds: float, kept: float, rest: Account, evaluation_s: float = 0.0
+    ) -> None:
         """Book everything up to `time`: at most `seconds` of it to steps, of which a share of `kept` counts,
-        the others to `rest`.
+        at most `evaluation_s` to evaluations, the others to `rest`.
         """
         whole = max(0.0, min(time, self._end) - self.cursor)
         given = min(max(0.0, seconds), whole)
         self._seconds[Account.productive] += given * kept
         self._seconds[Account.lost] += given * (1.0 - kept)
-        self._seconds[rest] += whole - given
+        evaluated = min(max(0.0, evaluation_s), whole - given)
+        self._seconds[Account.evaluation] += evaluated
+        self._seconds[rest] += whole - given - evaluated
         self.cursor += whole
 
     def accounts(self) -> Accounts:
@@ -322,13 +336,18 @@ def _book_attempt(book: _Book, attempt: AttemptTimes, kept_until: float, now: fl
     if attempt.training_at is not None:
         book.until(attempt.training_at, Account.restart)
     before = attempt.begin or 0
+    evaluations = deque(attempt.evaluations())
     for row in attempt.rows:
         step, step_time_s = row["step"], row.get("step_time_s")
         seconds = (step - before) * step_time_s if is_number(step_time_s) else math.inf
         if row is attempt.rows[0] and attempt.training_at is None and math.isfinite(seconds):
             # Nothing else says when the start was over.
             book.until(row["time"] - seconds, Account.restart)
-        book.steps(row["time"], seconds, _kept_share(before, step, kept_until), Account.checkpoint)
+        evaluation_s = 0.0
+        while evaluations and evaluations[0][0] <= step:
+            evaluation_s += evaluations.popleft()[1]
+        share = _kept_share(before, step, kept_until)
+        book.steps(row["time"], seconds, share, Account.checkpoint, evaluation_s)
         before = max(before, step)
     if attempt.ended is None and now is not None:
         _book_present(book, attempt, now)

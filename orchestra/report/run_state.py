@@ -31,7 +31,7 @@ from orchestra.run.control.chosen_alternative import chosen_alternative
 from orchestra.run.control.member_places import newest_place
 from orchestra.run.events import event_files, is_number, is_whole, read_events
 from orchestra.run.files import Record, read_last_lines
-from orchestra.run.metrics_file import rows_that_count, train_losses
+from orchestra.run.metrics_file import EPOCH, rows_that_count, train_losses
 from orchestra.run.paths import RunDir, Sweep, SweepDir, SweepMember, read_sweep
 from orchestra.run.record import RunPhase, jobs_of, newest_job, read_record
 from orchestra.run.run_lineage import EVENTS as OF_LINEAGE
@@ -249,6 +249,9 @@ class RunState:
     mfu: float | None = None
     # Steps without an update since the run began, by the last row: their loss or gradient was not finite.
     nonfinite_steps: int | None = None
+    # How often it has gone through its data, of a blend through the part that is repeated most; None where
+    # nothing is repeated.
+    epoch: float | None = None
     eta_s: float | None = None
     age_s: float | None = None
     code: int | None = None
@@ -278,7 +281,7 @@ class RunState:
         """Return what `--json` prints: all but how the job is found again."""
         record = dataclasses.asdict(dataclasses.replace(self, submitted=None))
         record.pop("submitted")
-        for name in ("eval", "train", "after"):
+        for name in ("eval", "train", "after", "epoch"):
             if not record[name]:
                 record.pop(name)
         if self.state is not RunPhase.restarting:
@@ -340,6 +343,7 @@ def _read_state(run: RunDir, now: float) -> RunState:
         tokens_per_s=median_of(rows, "tokens_per_s"),
         mfu=median_of(rows, "mfu"),
         nonfinite_steps=last["nonfinite_steps"] if is_whole(last.get("nonfinite_steps")) else None,
+        epoch=last[EPOCH] if is_number(last.get(EPOCH)) else None,
         eta_s=seconds_left(rows, steps, _tokens(record, steps)) if state is RunPhase.running else None,
         age_s=now - created if is_number(created) else None,
         code=verdict.code if verdict is not None else None,

@@ -51,6 +51,10 @@ NUMBER_KEYS = tuple(key for key in METRIC_KEYS if key not in ("step", "mfu_conve
 # What the names of losses by source begin with: eval/NAME/loss is held-out, in the row of the step that it
 # follows, and train/NAME/loss that of a blend's part in the step of its row.
 _EVAL, _TRAIN = "eval/", "train/"
+# How often a run has gone through its data, in rows of runs that do more than once.
+EPOCH = "data/epoch"
+# What data is called that is no blend, where the parts of one are named.
+DATA = "data"
 # The squared norm of the true gradient, and the variance of one sequence's: means of what the steps since the
 # last row say. The noise scale is the quotient of means over many rows.
 NOISE_GRADIENT, NOISE_VARIANCE = "noise/gradient_squared", "noise/sequence_variance"
@@ -76,6 +80,19 @@ def score_column(metric: str) -> str:
 def train_column(name: str) -> str:
     """Return the column of the mean training loss on the part `name` of a blend, in nats per token."""
     return f"{_TRAIN}{name}/loss"
+
+
+def repeats_words(event: Record, most: int = 4) -> str:
+    """Say how often a whole run goes through the parts of its data that it repeats, by an event
+    `data_repeats`; nothing where that is damaged.
+    """
+    epochs = event.get("epochs")
+    counts = {str(name): n for name, n in epochs.items() if is_number(n)} if isinstance(epochs, dict) else {}
+    most_first = sorted(counts, key=lambda name: -counts[name])
+    named = ["its data" if name == DATA else name for name in most_first]
+    words = [f"{counts[name]:.3g} times through {of}" for name, of in zip(most_first, named, strict=True)]
+    more = f" and {len(words) - most} more parts of its data" if len(words) > most else ""
+    return f"goes {', '.join(words[:most])}{more}" if words else ""
 
 
 def eval_losses(row: Record) -> dict[str, float]:

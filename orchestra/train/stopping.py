@@ -123,6 +123,40 @@ class SaveClock:
         return True
 
 
+class PieceCheck:
+    """Asks before each piece of work that all ranks do between two steps, such as an evaluation, whether a
+    stop was asked for meanwhile. About twice a second all ranks wait for rank 0's word.
+    """
+
+    def __init__(self, peers: Peers, watch: RequestWatch | None) -> None:
+        """`watch` is rank 0's."""
+        self._peers = peers
+        self._watch = watch
+        # Pieces from one word to the next, and how many of them are still to come.
+        self._span = self._num_left = 1
+        self._said_at = time.monotonic()
+
+    def is_stop_due(self) -> bool:
+        """Return whether all ranks are to leave the work before its next piece. *Collective*, before each
+        piece, until it was True.
+        """
+        self._num_left -= 1
+        if self._num_left:
+            return False
+        word = torch.zeros(2, dtype=torch.int64)
+        if self._watch is not None:
+            now = time.monotonic()
+            pace = self._span / max(now - self._said_at, 1e-9)
+            self._said_at = now
+            word[_STOP] = int(self._watch.seen is not None)
+            word[_SPAN] = max(1, min(2 * self._span, int(pace * ROUND_S)))
+        if self._peers.world_size > 1:
+            dist.broadcast(word, src=0)
+        is_stop, self._span = word.tolist()
+        self._num_left = self._span
+        return bool(is_stop)
+
+
 class Stopping:
     """Agrees with the other ranks on when to stop and which steps to save by the clock. All ranks call its
     methods after the same steps.
@@ -233,6 +267,12 @@ class Stopping:
         """
         request = None if self._watch is None else self._watch.seen
         return math.inf if request is None else stop_timeout_s - (time.time() - request.time)
+
+    def piece_check(self) -> PieceCheck:
+        """Return what asks, in the midst of work between two steps, whether to leave it for a stop. *Any
+        rank.*
+        """
+        return PieceCheck(self._peers, self._watch)
 
     def leave(self) -> None:
         """Wait until all ranks have come here: the store, which some may still read, ends with rank 0.

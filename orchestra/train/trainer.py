@@ -79,6 +79,7 @@ from orchestra.train.step import TrainingStep
 from orchestra.train.stopping import RequestWatch, SaveClock, Stopping
 from orchestra.train.watch.bad_losses import NonFiniteGuard, OverflowLog
 from orchestra.train.watch.energy import EnergyWatch, build_energy_watch, members_on_device
+from orchestra.train.watch.epochs import Epochs, build_epochs
 from orchestra.train.watch.flight_recorder import answer_for_collectives
 from orchestra.train.watch.inject_faults import Faults, planned_loss_factor
 from orchestra.train.watch.noise_scale import NoiseScale, build_noise_scale
@@ -131,6 +132,8 @@ class Trainer:
     sources: SourceLosses | None
     # None where it is not measured.
     noise: NoiseScale | None
+    # Rank 0's, where the run goes through its data more than once.
+    epochs: Epochs | None
     # Rank 0's; None on the others.
     metrics: MetricsLog | None
     # None on a CPU.
@@ -152,7 +155,10 @@ class Trainer:
             return self._request(begin)
         self._trace_next(begin)
         if begin < last_step and self.evaluation is not None:
-            at_start = self.evaluation.begin(begin, lambda: self.hooks.enter(Phase.setup))
+            is_stop_due = self.stopping.piece_check().is_stop_due
+            at_start = self.evaluation.begin(begin, lambda: self.hooks.enter(Phase.setup), is_stop_due)
+            if at_start.was_left:
+                return self._request(begin)
             self._show(at_start.columns("_at_start"))
         for step in range(begin + 1, last_step + 1):
             self.rank.step = step
@@ -165,8 +171,7 @@ class Trainer:
             request = self._request(step) if is_stop else None
             self.hooks.enter(Phase.record, step)
             self.profiler.write()
-            self._record_and_save(trained, request)
-            if request is not None:
+            if (request := self._record_and_save(trained, request)) is not None:
                 return request
         return None
 
@@ -188,8 +193,9 @@ class Trainer:
             raise self._roll_back(error.bad, step, batch) from error
         return TrainedStep(step, batch, result, began, data_time_s)
 
-    def _record_and_save(self, trained: TrainedStep, request: StopRequest | None) -> None:
-        """Write the step's row and save the state, each where it is due; a `request` ends the attempt here.
+    def _record_and_save(self, trained: TrainedStep, request: StopRequest | None) -> StopRequest | None:
+        """Write the step's row and save the state, each where it is due. A `request` ends the attempt here,
+        and so does one that comes during an evaluation: return it.
 
         Raises the error that the hooks' verdict asks for: after the row is written, before anything is saved.
         """
@@ -202,14 +208,12 @@ class Trainer:
         must_read = is_logged or is_saved or is_copied
         verdict = self.hooks.verdict(step, trained.result, must_read=must_read)
         evaluated = self._evaluated(step) if is_evaluated and verdict is None else Evaluated()
+        if evaluated.was_left and step < self.config.steps:
+            request, is_last, is_copied = self._request(step), True, False
+            is_saved = is_saved or self.checkpoints.context.saves
         is_row = is_logged or verdict is not None
-        if is_row and self.sources is not None:
-            self._show(self.sources.columns(trained))
-        if is_row and self.noise is not None and self.metrics is not None:
-            self._show(self.noise.columns())
-        balance = self.built.parallelized.expert_balance
-        if is_row and balance is not None and self.metrics is not None:
-            self._show(balance.columns())
+        if is_row:
+            self._show_beside(trained)
         if self.metrics is not None:
             failed_saves = self.checkpoints.health.failed_in_a_row
             self.metrics.add(
@@ -222,7 +226,7 @@ class Trainer:
         if verdict is not None:
             raise self._roll_back(verdict, step, trained.batch) if isinstance(verdict, BadSteps) else verdict
         if not (is_saved or is_copied):
-            return
+            return request
         waits = is_saved and self.checkpoints.waits_for_storage(step, is_last=is_last)
         self.hooks.enter(Phase.commit if waits else Phase.save, step)
         position = self._position(trained, evaluated)
@@ -235,13 +239,27 @@ class Trainer:
             )
         if is_copied:
             self.checkpoints.copy(position)
+        return request
+
+    def _show_beside(self, trained: TrainedStep) -> None:
+        """Give a step's row what sources, the noise, epochs and the experts' balance add. *Collective*."""
+        if self.sources is not None:
+            self._show(self.sources.columns(trained))
+        if self.noise is not None and self.metrics is not None:
+            self._show(self.noise.columns())
+        if self.epochs is not None:
+            self._show(self.epochs.columns(trained.batch.position))
+        balance = self.built.parallelized.expert_balance
+        if balance is not None and self.metrics is not None:
+            self._show(balance.columns())
 
     def _evaluated(self, step: int) -> Evaluated:
-        """Evaluate the model after a step whose result has been read. *Collective*."""
+        """Evaluate the model after a step whose result has been read; leave it for a stop. *Collective*."""
         assert self.evaluation is not None
         # Each micro-batch beats: however long the whole takes, it is no hang. Its limit is that of a record,
         # which the storage may hold up too.
-        found = self.evaluation.run(step, lambda: self.hooks.enter(Phase.record, step))
+        is_stop_due = self.stopping.piece_check().is_stop_due
+        found = self.evaluation.run(step, lambda: self.hooks.enter(Phase.record, step), is_stop_due)
         self._show(found.columns())
         return found
 
@@ -364,6 +382,7 @@ def assemble(config: Config, mesh: Mesh, ranks: RankEnvironment, rank: RankAttem
         profiler=profiler,
         sources=sources,
         noise=noise,
+        epochs=build_epochs(loader.source, built.batches, config.train.steps, events_of_rank_0),
         metrics=metrics,
         energy=energy,
         evaluation=evaluation,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,6 +29,7 @@ from conf.schema import (
 )
 from launchers.memory_store.store import FOLDER_VARIABLE
 from orchestra.parallel.mesh import RankEnvironment
+from orchestra.run.control import stop_requests
 from orchestra.run.events import EventWriter, rank_writer, read_events
 from orchestra.run.files import Record
 from orchestra.run.metrics_file import read_metrics
@@ -37,6 +39,7 @@ from orchestra.train import memory_copies, trainer
 from orchestra.train.state import TensorState
 from orchestra.train.trainer import RankAttempt, Trainer, train_on
 from orchestra.train.watch import inject_faults
+from tests.support.waiting import eventually
 
 STEPS, EVERY, GLOBAL_BATCH = 12, 5, 12
 # Odd dims (37, 259), so that no number of ranks divides all tensors.
@@ -191,3 +194,11 @@ def digest_at(path: Path, step: int) -> str:
     """Return the digest of model and optimizer that a checkpoint's manifest holds."""
     manifest = catalog.read_manifest(open_storage(path / "checkpoints"), step)
     return manifest.digest_of(name for name in manifest.tensors if not name.startswith("rng."))
+
+
+def await_sight(path: Path, attempt: int) -> None:
+    """Wait until the request is written, and as long as rank 0 needs to see it."""
+    assert eventually(lambda: stop_requests.read_request(RunDir(path), attempt) is not None, 10)
+    watching = [thread for thread in threading.enumerate() if thread.name == "stop requests"]
+    for thread in watching:
+        thread.join(10)

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
-from attempts import STEPS, attempt_of, committed, config_of, digest_at, events_of, restored, rows
+from attempts import (
+    STEPS,
+    attempt_of,
+    await_sight,
+    committed,
+    config_of,
+    digest_at,
+    events_of,
+    restored,
+    rows,
+)
 from pool import Ranks
 
 from conf.schema import Config, FaultPhase
@@ -21,7 +30,6 @@ from orchestra.run.files import Record
 from orchestra.run.paths import RunDir
 from orchestra.train import stopping
 from orchestra.train.watch.inject_faults import Faults
-from tests.support.waiting import eventually
 
 
 def stopped_attempt(
@@ -44,7 +52,7 @@ def stopped_attempt(
         if (phase, step) == ("step", ask_at):
             if rank == asker:
                 stop_requests.write_request(RunDir(path), attempt, stop_requests.CANCEL)
-            _await_sight(path, attempt)
+            await_sight(path, attempt)
         strike(faults, phase, step)
 
     with (
@@ -60,14 +68,6 @@ def stopped_attempt(
             dist.barrier()
             return f"{type(error).__name__}: {error}"
     return "finished"
-
-
-def _await_sight(path: Path, attempt: int) -> None:
-    """Wait until the request is written, and as long as rank 0 needs to see it."""
-    assert eventually(lambda: stop_requests.read_request(RunDir(path), attempt) is not None, 10)
-    watching = [thread for thread in threading.enumerate() if thread.name == "stop requests"]
-    for thread in watching:
-        thread.join(10)
 
 
 def stop_events(path: Path) -> list[Record]:

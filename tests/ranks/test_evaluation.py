@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import attempts
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from pool import Ranks
 from small_trainings import (
     EVEN,
@@ -29,11 +32,14 @@ from checkpointing.catalog import read_manifest
 from checkpointing.storage import open_storage
 from conf.schema import Config, EvalConfig, Offload, Recompute, RunConfig
 from orchestra.data.source import TokenSamples
+from orchestra.errors import StopRequested
 from orchestra.model.loss import cross_entropy_sum
 from orchestra.model.weight_gradients import WeightGradient, attach
+from orchestra.run.control import stop_requests
 from orchestra.run.events import EventWriter
 from orchestra.run.metrics_file import eval_column, read_metrics
 from orchestra.run.paths import RunDir
+from orchestra.train import stopping
 from orchestra.train.inference.evaluation import Evaluation, HeldOutLoss
 from orchestra.train.state import TensorState
 
@@ -177,6 +183,71 @@ def test_a_run_that_evaluates_and_resumes_has_the_bits_of_one_that_does_not(
     storage = open_storage(path / "checkpoints")
     scores = {step: read_manifest(storage, step).state["score"] for step in attempts.committed(path)}
     assert scores == {5: None, 10: None, 12: told[12]}
+
+
+def stopped_while_it_evaluates(rank: int, world: int, path: Path, config: Config, ask_at: int) -> str:
+    """Train an attempt that rank 1 asks to stop within its `ask_at`-th evaluation; return how it ended."""
+    compute, loss_of = HeldOutLoss.compute, HeldOutLoss._loss
+    begun, done = [0], [0]
+
+    def counted(self: HeldOutLoss, beat: Callable[[], None]) -> dict[str, float]:
+        begun[0] += 1
+        return compute(self, beat)
+
+    def ask(self: HeldOutLoss, *tokens: Any) -> torch.Tensor:
+        if begun[0] == ask_at:
+            done[0] += 1
+            if rank == 1:
+                stop_requests.write_request(RunDir(path), 0, stop_requests.CANCEL)
+            attempts.await_sight(path, 0)
+        return loss_of(self, *tokens)
+
+    with (
+        patch.object(HeldOutLoss, "compute", counted),
+        patch.object(HeldOutLoss, "_loss", ask),
+        patch.object(stopping, "LOOK_S", 0.001),
+        patch.object(stopping, "ROUND_S", 0.0),
+    ):
+        try:
+            attempts.attempt_of(rank, world, path, 0, config)
+            dist.barrier()
+        except StopRequested as error:
+            dist.barrier()
+            return f"{type(error).__name__} after {done[0]} micro-batches"
+    return f"finished after {done[0]} micro-batches"
+
+
+@pytest.mark.parametrize(("ask_at", "step"), [(1, 0), (2, 3), (5, 12)], ids=["at start", "amid", "last"])
+def test_a_stop_during_an_evaluation_leaves_it_and_saves(
+    ranks: Ranks, alone: tuple[Path, list[dict[str, str]]], tmp_path: Path, ask_at: int, step: int
+) -> None:
+    config = with_evaluations(attempts.config_of())
+    path = tmp_path / "run"
+    ended = ranks(2).run(stopped_while_it_evaluates, path=path, config=config, ask_at=ask_at)
+    is_whole = step == attempts.STEPS
+    assert ended == [f"{'finished' if is_whole else 'StopRequested'} after 1 micro-batches"] * 2
+    assert [event["step"] for event in attempts.events_of(path, "evaluation_left")] == [step]
+    assert [event["step"] for event in attempts.events_of(path, "evaluated")] == [0, 3, 6, 9][: ask_at - 1]
+    if step:
+        assert attempts.committed(path)[-1] == step
+    plain, expected = alone
+    if 0 < step < attempts.STEPS:
+        assert ranks(2).run(attempts.attempt_of, path=path, attempt=1, config=config) == expected
+        assert attempts.rows(path) == attempts.rows(plain)
+
+
+@pytest.mark.parametrize("parallelism", [{"pp": 2}, {"zero": 3}], ids=str)
+def test_what_a_left_evaluation_leaves_behind_is_in_nobodys_way(
+    ranks: Ranks, tmp_path: Path, parallelism: dict[str, Any]
+) -> None:
+    config, pool = with_evaluations(attempts.config_of(**parallelism)), ranks(2)
+    whole = pool.run(attempts.attempt_of, path=tmp_path / "whole", attempt=0, config=config)
+    path = tmp_path / "run"
+    ended = pool.run(stopped_while_it_evaluates, path=path, config=config, ask_at=2)
+    assert ended == ["StopRequested after 1 micro-batches"] * 2
+    assert attempts.committed(path) == [3]
+    assert pool.run(attempts.attempt_of, path=path, attempt=1, config=config) == whole
+    assert attempts.rows(path) == attempts.rows(tmp_path / "whole")
 
 
 def test_a_full_disk_takes_the_record_of_an_evaluation_and_no_more(tmp_path: Path) -> None:

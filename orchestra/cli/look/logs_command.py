@@ -5,6 +5,7 @@ It follows a run over restarts and through Slurm's queue, and only reads.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import sys
 import time
@@ -25,6 +26,8 @@ from orchestra.run.record import RunPhase
 from orchestra.run.removal import RemovalCheck
 
 _POLL_S = 0.5
+_CHUNK_BYTES = 1 << 20
+_Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -188,21 +191,23 @@ class _Printer:
     def __init__(self, with_titles: bool) -> None:
         self._with_titles = with_titles
         self._offsets: dict[Path, int] = {}
+        self._decoders: dict[Path, codecs.IncrementalDecoder] = {}
         self._last: Path | None = None
         self.has_printed = False
 
     def print_new(self, file: Path) -> None:
-        try:
-            with file.open("rb") as log:
-                log.seek(self._offsets.get(file, 0))
-                new = log.read()
-        except FileNotFoundError:
-            return
-        if not new:
-            return
+        with contextlib.suppress(FileNotFoundError), file.open("rb") as log:
+            log.seek(self._offsets.get(file, 0))
+            # A log may be larger than the memory.
+            while new := log.read(_CHUNK_BYTES):
+                self._print(file, new)
+                self._offsets[file] = log.tell()
+
+    def _print(self, file: Path, new: bytes) -> None:
         if self._with_titles and file != self._last:
             print(f"==> {shown(file)} <==")
-        self._offsets[file] = self._offsets.get(file, 0) + len(new)
         self._last = file
         self.has_printed = True
-        print(new.decode(errors="replace"), end="", flush=True)
+        # What was written so far may end within a character.
+        text = self._decoders.setdefault(file, _Decoder(errors="replace")).decode(new)
+        print(text, end="", flush=True)

@@ -51,7 +51,8 @@ from orchestra.report.spending import read_spending
 from orchestra.report.unwatched import unwatched
 from orchestra.run.config_file import read_config
 from orchestra.run.events import read_events
-from orchestra.run.metrics_file import eval_column
+from orchestra.run.files import Record
+from orchestra.run.metrics_file import eval_column, repeats_words
 from orchestra.run.paths import RunDir
 from orchestra.run.record import RunPhase
 from orchestra.run.rollback import RollBack, roll_backs
@@ -159,6 +160,7 @@ def _of_run(state: RunState) -> list[str]:
         "reason": _reason(state, None if attempt is None else node_verdict(attempt)),
         "restart": _restart(state, now),
         "skipped": skipped_words(state.nonfinite_steps),
+        "data": _data(state, events),
         "train": figures.named_losses(state.train),
         "eval": figures.named_losses(state.eval),
         "job": _job(state),
@@ -210,6 +212,14 @@ def _starts(attempts: Sequence[AttemptTimes]) -> str:
     kinds = {"restart": restarts, "resume": resumes}
     words = ", ".join(figures.number_of(count, kind) for kind, count in kinds.items() if count)
     return f"{len(attempts)} attempts: {words}"
+
+
+def _data(state: RunState, events: Sequence[Record]) -> str:
+    """Return which epoch a run is in that goes through its data more than once."""
+    told = [words for each in events if each["event"] == "data_repeats" and (words := repeats_words(each))]
+    if state.epoch is None or not told:
+        return ""
+    return f"epoch {state.epoch:.2f}; it {told[-1]}"
 
 
 def _restart(state: RunState, now: float) -> str:

@@ -11,6 +11,7 @@ import contextlib
 import os
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import termios
@@ -20,7 +21,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 from launchers.slurm.queue import Questions
 from orchestra.alerts.detect import look
@@ -44,14 +45,14 @@ from orchestra.cli.text.resolve import (
     all_targets,
     resolve_target,
 )
-from orchestra.errors import EXIT_DONE, ConfigError
+from orchestra.errors import EXIT_DONE, EXIT_INTERRUPTED, ConfigError
 from orchestra.report.run_state import RunState, SweepState, runs_of
 from orchestra.report.scheduler import read_states
 from orchestra.run.events import is_number
 from orchestra.run.files import read_last_lines
 from orchestra.run.paths import RunDir, SweepDir, read_sweep
 
-_EVERY_S, _REDRAW_S = 2.0, 1.0
+_EVERY_S, _LONGEST_EVERY_S, _REDRAW_S = 2.0, 86_400.0, 1.0
 # Of the time between two refreshes, that reading may take at most: a run may have a hundred thousand rows.
 _READING = 0.1
 _LOSS_ROWS, _LOSS_BYTES = 200, 1 << 16
@@ -83,8 +84,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Show it until `q`, or once into a pipe, and return 0."""
-    if arguments.every <= 0:
-        raise ConfigError(f"--every {arguments.every:g}: expected seconds above 0")
+    if not 0 < arguments.every <= _LONGEST_EVERY_S:
+        raise ConfigError(f"--every {arguments.every:g}: expected seconds above 0, a day of them at most")
     target = None if arguments.run is None else resolve_target(arguments.run, arguments.dir)
     top = Top(arguments.dir, target)
     if not (sys.stdout.isatty() and sys.stdin.isatty()) or os.environ.get("TERM") == "dumb":
@@ -118,6 +119,7 @@ class Top:
     def read(self) -> None:
         """Read what the page shows."""
         now = time.time()
+        self._leave_removed()
         if isinstance(self.target, RunDir):
             (state,), _ = read_states([self.target], now, self._questions)
             assert isinstance(state, RunState)
@@ -129,6 +131,14 @@ class Top:
         states, _ = read_states(targets, now, self._questions)
         self.entries = [Entry(state, _losses(state)) for state in states]
         self.chosen = max(0, min(self.chosen, len(self.entries) - 1))
+
+    def _leave_removed(self) -> None:
+        """Say so where what is shown was removed: it would look like a run that has not begun."""
+        # What cannot be seen is told when it is read.
+        with contextlib.suppress(OSError):
+            if self.target is not None and not self.target.has_records():
+                self.text = (self.target.name, ["its records are gone: it was removed or renamed"])
+                self.target, self.view, self.chosen = None, None, 0
 
     def page(self, width: int, height: int | None, *, has_blocks: bool) -> list[Line]:
         """Return what is to be drawn."""
@@ -269,7 +279,11 @@ def _perform(words: Sequence[str]) -> list[str]:
 def _screen(terminal: int, stream: TextIO) -> Iterator[None]:
     """Take the terminal: its other screen, keys as they are pressed. It is as before in any case after."""
 
+    def leave(*_: object) -> NoReturn:
+        raise SystemExit(EXIT_INTERRUPTED)
+
     before = termios.tcgetattr(terminal)
+    handlers = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         # Ctrl-C still interrupts.
         tty.setcbreak(terminal)
@@ -279,4 +293,8 @@ def _screen(terminal: int, stream: TextIO) -> Iterator[None]:
         with contextlib.suppress(OSError):
             stream.write(_LEAVE_SCREEN)
             stream.flush()
-        termios.tcsetattr(terminal, termios.TCSADRAIN, before)
+        # A terminal that was closed takes no settings.
+        with contextlib.suppress(termios.error):
+            termios.tcsetattr(terminal, termios.TCSADRAIN, before)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

@@ -203,6 +203,7 @@ def _spent(run: ObservedRun) -> str:
     losses = {
         "lost": spent.lost_s,
         "saving": spent.checkpoint_s,
+        "evaluating": spent.evaluation_s,
         "starts": spent.restart_s,
         "restores": spent.restore_s,
         "queue": spent.queue_s,

@@ -47,7 +47,7 @@ from orchestra.run.paths import RunDir, SweepDir
 from orchestra.run.record import RunPhase
 from orchestra.run.removal import RemovalCheck
 
-_EVERY_S = 30.0
+_EVERY_S, _LONGEST_EVERY_S = 30.0, 86_400.0
 _VERBS = ("status", "logs", "why", "resume", "cancel", "profile", "checkpoint ls")
 _EXPLAINED = """\
   orchestra watch first         until it ends, a look every half minute
@@ -114,8 +114,8 @@ def run(arguments: Namespace) -> int:
     file = arguments.prometheus
     if file is not None and file.suffix != ".prom":
         raise ConfigError(f"--prometheus {file}: node_exporter reads files that end with .prom")
-    if arguments.every <= 0:
-        raise ConfigError(f"--every {arguments.every:g}: expected seconds above 0")
+    if not 0 < arguments.every <= _LONGEST_EVERY_S:
+        raise ConfigError(f"--every {arguments.every:g}: expected seconds above 0, a day of them at most")
     if not 0 <= arguments.min_goodput <= 1:
         raise ConfigError(
             f"--min-goodput {arguments.min_goodput:g}: expected a share from 0 to 1, such as 0.8"

@@ -69,25 +69,25 @@ def _of_kind(cost: JobCost) -> str:
 def _hours(cost: JobCost, hours: float) -> str:
     """Return what one job takes in so many hours."""
     gpus = cost.gpus_per_node
-    unit = "node-hours" if gpus == 0 else "GPU-hours"
+    unit = "node-hour" if gpus == 0 else "GPU-hour"
     if gpus is None:
         return "an unknown number of GPU-hours"
     most, fewest = (nodes * (gpus or 1) * hours for nodes in (cost.most_nodes, cost.fewest_nodes))
     cores = ""
     if gpus == 0 and cost.cores_per_node:
-        cores = f" ({_number(cost.most_nodes * cost.cores_per_node * hours)} core-hours)"
+        cores = f" ({_counted(cost.most_nodes * cost.cores_per_node * hours, 'core-hour')})"
     each = " each" if cost.num_jobs > 1 else ""
-    return f"{f'{_number(fewest)} to ' if fewest < most else ''}{_number(most)} {unit}{cores}{each}"
+    return f"{f'{_number(fewest)} to ' if fewest < most else ''}{_counted(most, unit)}{cores}{each}"
 
 
 def _in_all(outlook: Outlook) -> str:
     hours, price = outlook.gpu_hours, outlook.price
     several = sum(cost.num_jobs for cost in outlook.costs) > 1 and not outlook.are_alternatives
-    in_all = f", {_number(hours)} GPU-hours in all" if several and hours else ""
+    in_all = f", {_counted(hours, 'GPU-hour')} in all" if several and hours else ""
     if not in_all and several and all(cost.gpus_per_node == 0 for cost in outlook.costs):
         node_hours = [(cost.hours(1), cost.num_jobs) for cost in outlook.costs]
         known = [each * number for each, number in node_hours if each is not None]
-        in_all = f", {_number(sum(known))} node-hours in all" if len(known) == len(node_hours) else ""
+        in_all = f", {_counted(sum(known), 'node-hour')} in all" if len(known) == len(node_hours) else ""
     if price:
         in_all += f", {' '.join(filter(None, (f'{price:.2f}', outlook.currency)))}"
     return in_all
@@ -115,6 +115,11 @@ def _standing(standing: Standing) -> str:
         f"account {standing.account}: fair-share factor {standing.factor:.2f} of 1; it used "
         f"{standing.used:.1%}, its shares are {standing.shares:.1%}"
     )
+
+
+def _counted(value: float, unit: str) -> str:
+    number = _number(value)
+    return f"{number} {unit}{'' if number == '1' else 's'}"
 
 
 def _number(value: float) -> str:

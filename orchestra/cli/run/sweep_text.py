@@ -134,7 +134,7 @@ def print_action(action: SweepAction, before: Beforehand, *, as_json: bool) -> N
     sys.stderr.write("".join(f"# {line}\n" for line in before.lines()))
     for row in rows:
         what = f"array {row['array']}" if row["array"] is not None else left_alone(row)
-        note(f"{row['index']:03d}  {' '.join(row['overrides'])}  ({what})")
+        note("  ".join(filter(None, (f"{row['index']:03d}", " ".join(row["overrides"]), f"({what})"))))
     newest: dict[int | None, str] = {}
     for planned in action.arrays:
         if awaited := newest.get(planned.lane, ", ".join(f"job {job}" for job in planned.after)):

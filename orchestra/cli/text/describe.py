@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import shlex
 import sys
@@ -15,6 +16,7 @@ from conf.schema import Device
 from orchestra.cli.text import figures
 from orchestra.config.home import run_folder
 from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_DONE, EXIT_STOPPED
+from orchestra.optim.schedule import learning_rate
 from orchestra.recovery.incidents import Verdict
 from orchestra.report.attempts import read_accounts, slow_ranks
 from orchestra.report.run_state import FailedSaves, SweepState, failed_saves, fallback_of, name_of
@@ -60,6 +62,7 @@ def header(config: Config, run: RunDir, attempt: int = 0, from_step: int | None 
         f"batch   {size} × {seq_len} = {size * seq_len:,} tokens per step",
         f"        {_shares(mesh, config)}",
         *_pipeline(mesh, config),
+        *_only_step(config),
         f"device  {_device(config)}",
         *([f"attempt {attempt}, {begins}"] if attempt else []),
     ]
@@ -79,6 +82,14 @@ def ramp_lines(train: TrainConfig) -> list[str]:
 def _size(model: ModelConfig) -> str:
     active = f" ({num_active_parameters(model):,} active)" if model.num_experts else ""
     return f"{model.name}: {num_parameters(model):,} parameters{active}"
+
+
+def _only_step(config: Config) -> list[str]:
+    """Say what rate a run of one step has: that of a schedule's end."""
+    rate = learning_rate(config.optim, config.train, 1)
+    if config.train.steps > 1 or math.isclose(rate, config.optim.lr):
+        return []
+    return [f"rate    {rate:.3g}: a run of one step has only its schedule's end (optim.min_lr)"]
 
 
 def _shares(mesh: Layout, config: Config) -> str:
@@ -301,6 +312,7 @@ _WORDS = {
     "productive_s": "productive",
     "lost_s": "lost work",
     "checkpoint_s": "saving",
+    "evaluation_s": "evaluating",
     "restart_s": "starts",
     "restore_s": "restores",
     "queue_s": "queue",

@@ -21,7 +21,7 @@ from orchestra.cli.text import figures
 from orchestra.report.run_state import failed_save, median_of, outage, passed_over, seconds_left
 from orchestra.run.events import is_number, is_whole, rank_writer
 from orchestra.run.files import JsonLinesReader, Record
-from orchestra.run.metrics_file import eval_losses, rows_that_count, sound_row, train_losses
+from orchestra.run.metrics_file import eval_losses, repeats_words, rows_that_count, sound_row, train_losses
 from orchestra.run.paths import RunDir
 
 if TYPE_CHECKING:
@@ -109,6 +109,8 @@ class Progress:
                 self._notices.append(f"training without torch.compile: {event.get('cause')}")
             elif name == "devices_shared":
                 self._notices.append(_shared_devices(event))
+            elif name == "data_repeats" and (repeats := repeats_words(event)):
+                self._notices.append(f"the run {repeats}")
             elif name in ("restore_waits", "fallback_unusable", "fallback_unreachable"):
                 self._notices.append(outage(event))
             if not is_whole(step):
@@ -129,6 +131,8 @@ class Progress:
                 )
             elif name == "experts_moved":
                 self._notices.append(_moved_experts(event, step))
+            elif name == "evaluation_left":
+                self._notices.append(f"left the evaluation after step {step}: {event.get('cause')}")
             elif name == "stop_requested":
                 self._notices.append(f"stopping after step {step}: {event.get('reason', 'asked to')}")
             elif name == "restored":

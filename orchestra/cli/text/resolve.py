@@ -120,8 +120,11 @@ def _meant(text: str, parent: Path, takes_dir: bool) -> Target:
     head, _, last = text.rstrip("/").rpartition("/")
     if last.isdecimal() and (sweep := _sweep_called(head, parent)) is not None:
         return _member(text, sweep, int(last))
-    problem = "has neither run.json, sweep.json nor config.yaml" if path.exists() else "does not exist"
-    raise ConfigError(f"RUN {text}: the directory {problem}; give a run's name or its directory")
+    problem = "the directory does not exist"
+    if path.exists():
+        lacks = "the directory has neither run.json, sweep.json nor config.yaml"
+        problem = lacks if path.is_dir() else "it is no directory"
+    raise ConfigError(f"RUN {text}: {problem}; give a run's name or its directory")
 
 
 def _named(text: str, parent: Path, takes_dir: bool) -> Target:

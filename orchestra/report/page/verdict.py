@@ -37,6 +37,7 @@ _REMEDIES = {
     "queue_s": ("waiting in the queue", "see `orchestra status` for when the job is expected to start"),
     "restart_s": ("starting processes", "see the attempts below for what was started again and why"),
     "checkpoint_s": ("saves that the training waited for", "consider checkpoint.async_save, or rarer saves"),
+    "evaluation_s": ("evaluations", "consider rarer ones (eval.every_steps), or shorter ones (eval.steps)"),
     "lost_s": ("steps that were trained again", "save more often: checkpoint.every_steps=auto weighs it"),
     "restore_s": ("reading checkpoints", "consider recovery.memory_copy_every_steps"),
     "idle_s": ("nobody going on with it", "`orchestra resume` goes on where it stopped"),

@@ -47,6 +47,8 @@ class Evaluated:
 
     losses: Mapping[str, float] = field(default_factory=dict)
     seconds: float = 0.0
+    # Whether it was left for a stop that was asked for meanwhile; there are no losses then.
+    was_left: bool = False
 
     def columns(self, suffix: str = "") -> dict[str, float]:
         """Return what a row of metrics.jsonl says of it."""
@@ -54,6 +56,10 @@ class Evaluated:
             return {}
         losses = {f"{eval_column(name)}{suffix}": loss for name, loss in self.losses.items()}
         return losses if suffix else {**losses, "eval_time_s": self.seconds}
+
+
+class _LeftError(Exception):
+    """All ranks leave an evaluation before the same micro-batch."""
 
 
 class HeldOutLoss:
@@ -189,12 +195,14 @@ class Evaluation:
         self._events = events
         self._compiles = compiles
 
-    def begin(self, step: int, beat: Callable[[], None]) -> Evaluated:
+    def begin(
+        self, step: int, beat: Callable[[], None], is_stop_due: Callable[[], bool] = lambda: False
+    ) -> Evaluated:
         """Make ready, before the first step of an attempt that goes on from `step`; return what is known of
         the model that a run begins with, where that is asked for.
         """
         if step == 0 and self._config.at_start:
-            return self.run(step, beat)
+            return self.run(step, beat, is_stop_due)
         if self._compiles and self._config.every_steps is not None:
             # In the midst of training so long a silence would pass for a hang.
             self._loss.warm_up()
@@ -205,10 +213,25 @@ class Evaluation:
         every = self._config.every_steps
         return every is not None and (step % every == 0 or step == self._last_step)
 
-    def run(self, step: int, beat: Callable[[], None]) -> Evaluated:
-        """Evaluate the model as it is after `step`."""
+    def run(
+        self, step: int, beat: Callable[[], None], is_stop_due: Callable[[], bool] = lambda: False
+    ) -> Evaluated:
+        """Evaluate the model as it is after `step`, but leave it where all ranks are to stop: it may take
+        longer than whoever asked waits for the save.
+
+        `is_stop_due` is called before each micro-batch, after `beat`, and says the same on all ranks.
+        """
         began = time.perf_counter()
-        losses = self._loss.compute(beat)
+
+        def go_on() -> None:
+            beat()
+            if is_stop_due():
+                raise _LeftError
+
+        try:
+            losses = self._loss.compute(go_on)
+        except _LeftError:
+            return self._left(step, time.perf_counter() - began)
         found = Evaluated(losses, time.perf_counter() - began)
         if self._events is not None:
             known = {name: loss if math.isfinite(loss) else None for name, loss in losses.items()}
@@ -216,6 +239,13 @@ class Evaluation:
             with contextlib.suppress(OSError):
                 self._events.write("evaluated", step=step, losses=known, seconds=found.seconds)
         return found
+
+    def _left(self, step: int, seconds: float) -> Evaluated:
+        if self._events is not None:
+            cause = "a stop was asked for"
+            with contextlib.suppress(OSError):
+                self._events.write("evaluation_left", step=step, seconds=seconds, cause=cause)
+        return Evaluated(seconds=seconds, was_left=True)
 
 
 def build_evaluation(

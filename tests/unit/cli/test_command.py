@@ -122,6 +122,27 @@ def test_logs_show_node_rank_0_and_the_rank_that_failed(failed_run: RunDir, orch
     assert orchestra("logs", "broken-1", "--rank", "1", "-f").out == "rank 1 says\n"
 
 
+def test_a_log_that_ends_within_a_character_is_followed_without_breaking_it(
+    failed_run: RunDir, orchestra: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, words = failed_run.rank_log(0, 1), "0.5 µs – 1 ms\n"
+    log.write_bytes(b"")
+    shutil.rmtree(failed_run.events)
+    pieces = iter(bytes([byte]) for byte in words.encode())
+
+    def grow(_: float) -> None:
+        with log.open("ab") as file:
+            file.write(next(pieces, b""))
+        if log.stat().st_size == len(words.encode()):
+            led_here(failed_run, ended=1)
+
+    me = {"name": "broken-1", "host": socket.gethostname(), "pid": os.getpid()}
+    failed_run.record.write_text(json.dumps(me))
+    monkeypatch.setattr(logs_command.time, "sleep", grow)
+    monkeypatch.setattr(logs_command, "_CHUNK_BYTES", 4)
+    assert orchestra("logs", "broken-1", "--rank", "1", "-f").out == words
+
+
 def test_logs_that_do_not_exist_say_which_do(failed_run: RunDir, orchestra: CommandLine) -> None:
     assert "rank-00001.log" in orchestra("logs", "broken-1", "--rank", "7", code=EXIT_USAGE).err
     assert "attempt-000" in orchestra("logs", "broken-1", "--attempt", "2", code=EXIT_USAGE).err
@@ -213,3 +234,21 @@ def test_slow_attention_is_told_with_its_advice_until_an_attempt_has_none() -> N
     slow = {"event": "attention", "backend": "flash", "cudnn": 91002, "cause": "old", "advice": "unset it"}
     assert describe.attention_lines([fast, slow, {"event": "finished"}]) == ["warning old; unset it"]
     assert describe.attention_lines([slow, fast]) == describe.attention_lines([]) == []
+
+
+def test_a_run_of_one_step_is_told_its_rate(
+    orchestra: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    told = "rate    3e-05: a run of one step has only its schedule's end (optim.min_lr)\n"
+    one = ("run", "train.steps=1", "--dry-run")
+    assert told in orchestra(*one).out
+    for words in ((*one, "optim.schedule=constant"), (*one, "optim.warmup_steps=1"), ("run", "--dry-run")):
+        assert "rate    " not in orchestra(*words).out
+
+
+def test_no_error_shows_a_password(orchestra: CommandLine) -> None:
+    place = "ftp://me:s3cr3t@127.0.0.1:1/weights"
+    err = orchestra("checkpoint", "import", place, code=1).err
+    assert "ftp://me:…@127.0.0.1:1/weights" in err
+    assert "s3cr3t" not in err

@@ -219,3 +219,14 @@ def test_slow_names_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostbyname", unknown)
     (found,) = host_checks._host_name(Subject())
     assert (found.mark, "/etc/hosts" in found.advice) == (Mark.warning, True)
+
+
+def test_a_file_where_runs_are_to_lie_is_a_failure(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").touch()
+    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
+    for path in ("notes.txt", "notes.txt/runs", "gone"):
+        (found,) = host_checks.CHECKS[0].look(Subject(run_dir=tmp_path / path))
+        assert found.mark is Mark.failed, path
+        assert "is no folder, and none can be made there" in found.found
+    _, room, _ = host_checks.CHECKS[0].look(Subject(run_dir=tmp_path / "new/runs"))
+    assert room.name == "room"

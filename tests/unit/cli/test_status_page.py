@@ -401,3 +401,22 @@ def test_members_that_share_nodes_go_on_in_any_job_of_their_array(
     ]
     before, now = attempt_times(starts, ())
     assert now.is_resume(before) is is_resume
+
+
+def test_the_epoch_of_a_run_that_repeats_its_data_is_told(
+    slurm: FakeSlurm, orchestra: CommandLine, tmp_path: Path
+) -> None:
+    run = submitted(tmp_path, "small")
+    end(run, 0)
+    assert "epoch" not in orchestra("status", "small").out
+    assert "epoch" not in orchestra.json("status", "small")[0]
+    EventWriter(run, rank_writer(0, 0), 0, rank=0).write("data_repeats", epochs={"wiki": 3.2})
+    JsonLinesWriter(run.metrics).write({"step": 10, "loss": 2.0, "data/epoch": 1.2345})
+    assert "data    epoch 1.23; it goes 3.2 times through wiki\n" in orchestra("status", "small").out
+    assert orchestra.json("status", "small")[0]["epoch"] == 1.2345
+
+
+def test_a_file_is_no_run(slurm: FakeSlurm, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(ConfigError, match=r"RUN \./notes.txt: it is no directory; give"):
+        resolve_target("./notes.txt", tmp_path)

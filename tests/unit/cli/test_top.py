@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -105,6 +108,18 @@ def test_keys_open_a_run_ask_before_they_cancel_it_and_leave_the_terminal_as_it_
     assert "goodput" not in left, "the screen is the one from before"
 
 
+def test_a_signal_that_ends_it_leaves_the_terminal_as_it_was(
+    first: RunDir, terminal: Callable[..., str], tmp_path: Path
+) -> None:
+    terminal(until="q quit")
+    server = ["tmux", "-S", str(tmp_path / "tmux")]
+    asked = [*server, "list-panes", "-F", "#{pane_pid}"]
+    shell = int(subprocess.run(asked, capture_output=True, check=True, timeout=LIMIT_S).stdout)
+    (top,) = map(int, Path(f"/proc/{shell}/task/{shell}/children").read_text().split())
+    os.kill(top, signal.SIGTERM)
+    assert "q quit" not in terminal(until="ended with 130")
+
+
 def test_into_a_pipe_it_prints_plain_text_once(orchestra: CommandLine, first: RunDir, tmp_path: Path) -> None:
     odd = led_here(RunDir(tmp_path / "runs" / "odd\x1b[31m"), ended=1)
     EventWriter(first, "attempt-000.node-000", 0).write("rank_failed", rank=1, cause="\x1b[2Jwiped\r\x9b1m")
@@ -122,6 +137,21 @@ def test_into_a_pipe_it_prints_plain_text_once(orchestra: CommandLine, first: Ru
     assert asked[-1].startswith("cancel odd [31m? y: yes")
     for text in (*everything.split("\n"), *one.split("\n"), *asked):
         assert text.isprintable()
+
+
+def test_a_run_that_is_removed_while_it_is_shown_is_told_and_left(first: RunDir, tmp_path: Path) -> None:
+    top = Top(tmp_path / "runs", first)
+    top.read()
+    assert any("40/" in text for _, text in top.page(80, 24, has_blocks=True))
+    shutil.rmtree(first.path)
+    top.read()
+    page = [text for _, text in top.page(80, 24, has_blocks=True)]
+    assert page[0].startswith("first ")
+    assert page[1] == "its records are gone: it was removed or renamed"
+    top.press("b", 24, lambda _: [])
+    listed = "\n".join(text for _, text in top.page(80, 24, has_blocks=True))
+    assert "broken" in listed
+    assert "first" not in listed
 
 
 @pytest.mark.parametrize("height", [8, 24, 50])

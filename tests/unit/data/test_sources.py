@@ -121,6 +121,14 @@ def test_shares_are_right_far_from_the_beginning_and_for_a_weight_next_to_nothin
     assert shares_of(source, 2, (1 << 29) - 50, 100).tolist() == [1, 99]
 
 
+def test_epochs_are_those_of_the_samples_that_a_part_gave() -> None:
+    source = blend(0.5, 0.3, 0.2)
+    counts = np.bincount(source.parts_of(source.ids_at(0, 2000, 0)), minlength=3)
+    told = source.epochs_at(2000)
+    assert told == pytest.approx(dict(zip("012", counts / SIZES, strict=True)), rel=0.01)
+    assert part(50).epochs_at(125) == {"data": 2.5}
+
+
 def test_each_part_keeps_its_own_order_and_epochs() -> None:
     source = blend(0.5, 0.3, 0.2)
     ids = source.ids_at(0, 3000, seed=4)

@@ -122,6 +122,18 @@ def test_waiting_between_steps_is_checkpoint_stall() -> None:
     assert booked(account(events, rows)) == {"queue": 100, "restart": 23, "productive": 10, "checkpoint": 6}
 
 
+def test_evaluations_between_the_steps_are_no_saves() -> None:
+    rows = [*rows_of(124, range(1, 6)), *rows_of(133, range(6, 11))]
+    events = [
+        *({**each, "time": each["time"] + 8} if each["time"] > 120 else each for each in WITHOUT_FAILURE),
+        event(124, "evaluated", rank=0, step=0, seconds=3.0),
+        event(130, "evaluated", rank=0, step=6, seconds=2.5),
+    ]
+    events.sort(key=lambda each: float(each["time"]))
+    expected = {"queue": 100, "restart": 23, "productive": 10, "evaluation": 5.5, "checkpoint": 1 + 1.5 + 2}
+    assert booked(account(events, rows)) == expected
+
+
 # Stopped at 24 s, and trained again from 124 s on.
 STOPPED = [
     event(0, "attempt_started", job="7", job_start=0),

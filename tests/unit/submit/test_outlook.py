@@ -138,6 +138,9 @@ def test_words_for_a_job_a_range_a_sweep_and_alternatives() -> None:
     assert "8 GPU-hours for each hour of 2 nodes × 4 GPUs: no time limit is given" in told(
         [cost_of(script())]
     )
+    assert "cost    1 GPU-hour for 1 node × 4 GPUs × 0:15:00" in told(
+        [cost_of(script(time_limit="15", nodes=1))]
+    )
     assert "an unknown number of GPU-hours" in told([cost_of(script(slurm_extra={"gpus": 8}))])
 
 
