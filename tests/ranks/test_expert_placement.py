@@ -223,7 +223,8 @@ def in_fp8(how: ExpertPlacement, **others: Any) -> Config:
     config = config_of(**{**settings, **others})
     # Sizes that 16 divides.
     model = replace(config.model, hidden_size=32, intermediate_size=64, moe_intermediate_size=32)
-    return replace(config, model=model, eval=EvalConfig(every_steps=EVERY, steps=1))
+    held_out = EvalConfig(every_steps=EVERY, steps=1, data={"source": config.data.source})
+    return replace(config, model=model, eval=held_out)
 
 
 @NEEDS_ROW_PRODUCTS
