@@ -112,7 +112,8 @@ def perform(context: AgentContext, order: Order, tick: Callable[[int], None]) ->
     except OSError:
         if not context.is_alone:
             raise
-        return record.conclude(ending, stop.interruption, ended_after=ended_after)
+        steps = context.config.train.steps
+        return record.conclude(ending, stop.interruption, ended_after=ended_after, steps=steps)
     return None
 
 

@@ -17,9 +17,16 @@ from typing import Any
 from conf.schema import Config
 from launchers import processes
 from launchers.torchrun import Ending, LaunchSpec
-from orchestra.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, LaunchError
+from orchestra.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_STOPPED,
+    LaunchError,
+    StopRequested,
+)
 from orchestra.recovery.history import Attempt, attempt_of
-from orchestra.recovery.incidents import NO_VERDICT, Verdict, judge, node_verdict, signal_name
+from orchestra.recovery.incidents import NO_VERDICT, UNHEARD, Verdict, judge, node_verdict, signal_name
 from orchestra.report.unwatched import beginner
 from orchestra.run.control import stop_requests
 from orchestra.run.events import EventWriter, is_number, node_writer, read_events
@@ -63,18 +70,22 @@ class AttemptRecord:
         *,
         decides: Callable[[Verdict], bool] = lambda _: False,
         ended_after: int | None = None,
+        steps: int = 0,
     ) -> Verdict:
         """Judge how the whole attempt ended, write that down and return it. *The leader only*.
 
         `interruption` says why the ranks were ended at once, None where they ended by themselves, be it
         because they were asked to. What `amended` makes of the verdict is what counts; `decides` tells
         whether the caller is about to decide what follows it, and readers are to wait for that.
-        `ended_after`: the step after which all ranks were heard to come to their end, where they were.
+        `ended_after`: the step after which all ranks were heard to come to their end, where they were, of the
+        run's `steps`.
         """
         verdict = judge(self.seen(), exit_code=ending.exit_code, interruption=interruption)
         if verdict.cause == NO_VERDICT and ending.exit_code == EXIT_DONE and ended_after is not None:
-            # Their words lie on no disk, which was full.
+            # Their words lie on no disk, which was full. Before the last step they end well for a stop alone.
             verdict = Verdict(EXIT_DONE, "finished", step=ended_after)
+            if ended_after < steps:
+                verdict = Verdict(EXIT_STOPPED, StopRequested.__name__, UNHEARD, step=ended_after)
         if not self.run.events.is_dir() and verdict.code != EXIT_INTERRUPTED:
             gone = f"{self.run.path} was removed while it trained, and its records with it"
             verdict = Verdict(EXIT_FAILED, stop_requests.REMOVED, gone)

@@ -525,6 +525,7 @@ def conclude(context: AgentContext, order: Order) -> tuple[Verdict, list[int]]:
         lambda verdict: context.scheduler.final_verdict(verdict, attempt, record.events),
         decides=lambda verdict: _is_for_the_policy(context, record, verdict),
         ended_after=_ended_after(order, reports),
+        steps=context.config.train.steps,
     )
     context.say(f"attempt {attempt} {verdict.state}: {_in_words(verdict)}")
     return verdict, lost

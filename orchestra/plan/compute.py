@@ -468,7 +468,8 @@ def waits_at_hand_over(case: PlanCase) -> bool:
     stalls = case.framework.stalls
     if stalls is None or case.layout.pp == 1 or case.num_nodes == 1:
         return False
-    is_large = case.model.hidden_size > stalls.above_hidden_size
+    passed_on = case.tokens.count * case.model.hidden_size * case.tokens.width_bytes
+    is_large = passed_on >= stalls.from_bytes
     has_more = is_large and case.micro_batch_size >= stalls.from_micro_batch_size
     has_many_shards = case.zero > 0 and case.num_shards >= stalls.from_shards
     is_wide = case.num_nodes >= stalls.from_nodes and (has_more or has_many_shards)

@@ -27,12 +27,13 @@ class Stalls:
     hand_over_s: float
     # Tensor parallelism over at least so many ranks (four nodes): all of them wait.
     from_tp: int
-    # From so many nodes on, with several sequences in a micro-batch of more than so wide a model, or with
-    # ZeRO over so many ranks (12 of 13 such runs wait, and 1 of 9 under ZeRO 0).
+    # From so many nodes on, with several sequences in a micro-batch and so many bytes of it that pass from
+    # stage to stage (any number from 34 to 67 MB tells the same runs apart), or with ZeRO over so many ranks
+    # (12 of 13 such runs wait, and 1 of 9 under ZeRO 0).
     from_nodes: int
     from_shards: int
     from_micro_batch_size: int
-    above_hidden_size: int
+    from_bytes: float
     # Share of the device's memory from which the allocator has to free, and what that takes per layer.
     pressed_share: float
     pressed_layer_s: float
@@ -169,7 +170,7 @@ NANOTRON = Framework(
         from_nodes=32,
         from_shards=32,
         from_micro_batch_size=2,
-        above_hidden_size=2048,
+        from_bytes=48e6,
         pressed_share=0.925,
         pressed_layer_s=0.032,
     ),

@@ -36,6 +36,8 @@ from orchestra.run.rollback import BROKEN_DEVICE, RollBack
 BROKEN_PEER = "lost the connection to another rank"
 # Nobody wrote down how it ended.
 NO_VERDICT = "no verdict"
+# What ended a run whose ranks were heard to come to their end.
+UNHEARD = "its last records found no room on the disk"
 _KILLED_BY = "killed by "
 # Sent to a process by the kernel for want of memory, by Slurm or by a person.
 _SIGNALS_FROM_OUTSIDE = frozenset(

@@ -28,6 +28,14 @@ _TAIL_BYTES = 1 << 16
 MOST_KEPT = 10_000
 
 
+def to_log(words: str) -> None:
+    """Write words on standard error, mostly a log on the disk of the run, which may be full: that changes
+    neither what follows nor the exit code, as words would that wait in a buffer for the last flush.
+    """
+    with contextlib.suppress(OSError):
+        os.write(2, words.encode(errors="replace"))
+
+
 def finite_or_null(value: Any) -> Any:
     """Replace non-finite floats, which JSON cannot hold, by null, at any depth."""
     if isinstance(value, float) and not math.isfinite(value):
@@ -127,10 +135,7 @@ class JsonLinesWriter:
         self._kept.append(record)
         problem = self.write_kept()
         if problem is not None and not was_kept:
-            words = f"{self._path} cannot be written: {problem}; its records are kept until it can be\n"
-            # The log may lie on the same disk; what stayed in a buffer would change the exit code.
-            with contextlib.suppress(OSError):
-                os.write(2, words.encode())
+            to_log(f"{self._path} cannot be written: {problem}; its records are kept until it can be\n")
 
     def write_kept(self) -> str | None:
         """Append what is kept; return why the disk does not take it, None where nothing is left."""

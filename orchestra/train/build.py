@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -36,6 +35,7 @@ from orchestra.parallel.zero.whole_matrices import WholeMatrices
 from orchestra.plugins import load, loaded, named_in, names_taken
 from orchestra.precision.policies import ScaleState, make_loss_scale
 from orchestra.run.events import EventWriter
+from orchestra.run.files import to_log
 from orchestra.run.rollback import Stretch
 from orchestra.sizes.compilation import (
     CompileTools,
@@ -72,7 +72,7 @@ def with_compilation(config: Config, mesh: Mesh, events: EventWriter) -> Config:
             cause = compiled_over_gloo(config)
     if cause is not None and mesh.rank == 0:
         events.write("compile_off", cause=cause)
-        sys.stderr.write(f"train.compile=auto: training without torch.compile: {cause}\n")
+        to_log(f"train.compile=auto: training without torch.compile: {cause}\n")
     return replace(config, train=replace(config.train, compile=is_compiled and cause is None))
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import itertools
 import math
 import platform
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -45,6 +44,7 @@ from orchestra.parallel.mesh import Mesh
 from orchestra.parallel.places import parts_of
 from orchestra.precision.policies import MOST, ScaleState
 from orchestra.run.events import EventWriter, is_number, is_whole
+from orchestra.run.files import to_log
 from orchestra.run.paths import RunDir
 from orchestra.run.rollback import Stretch, from_lists, to_lists
 from orchestra.run.run_lineage import AttemptLineage
@@ -324,7 +324,7 @@ class CheckpointContext:
         try:
             self.events.write(event, **evidence)
         except OSError as error:
-            sys.stderr.write(f"event {event} {dict(evidence)} could not be written: {error}\n")
+            to_log(f"event {event} {dict(evidence)} could not be written: {error}\n")
 
     def answered(self, topic: str, question: Callable[[], Any]) -> Any:
         """Return rank 0's answer to a question (JSON), so that all ranks go the same way. *Collective*.

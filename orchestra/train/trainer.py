@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import math
 import os
-import sys
 import time
 import traceback
 from collections.abc import Mapping
@@ -46,7 +45,7 @@ from orchestra.precision.policies import policy
 from orchestra.run.config_file import read_config
 from orchestra.run.control.stop_requests import StopRequest
 from orchestra.run.events import EventWriter, rank_writer
-from orchestra.run.files import JsonLinesWriter
+from orchestra.run.files import JsonLinesWriter, to_log
 from orchestra.run.heartbeat import Heart, Phase, silent_heart
 from orchestra.run.metrics_file import MFU_CONVENTION, is_eval_column
 from orchestra.run.paths import RunDir, offload_folder
@@ -548,9 +547,9 @@ def announce_attention(config: Config, device: torch.device, events: EventWriter
     slow = slow_attention(cudnn, capability, os.environ.get("LD_LIBRARY_PATH"))
     evidence = {} if slow is None else dataclasses.asdict(slow)
     events.write("attention", backend=backend, cudnn=cudnn.version, library=cudnn.library, **evidence)
-    sys.stderr.write(f"attention: {backend}, cuDNN {cudnn.words if cudnn.version else 'none'}\n")
+    to_log(f"attention: {backend}, cuDNN {cudnn.words if cudnn.version else 'none'}\n")
     if slow is not None:
-        sys.stderr.write(f"warning: {slow.cause}; {slow.advice}\n")
+        to_log(f"warning: {slow.cause}; {slow.advice}\n")
 
 
 def _announce_shared_devices(mesh: Mesh, events: EventWriter) -> None:
@@ -607,7 +606,7 @@ def run_rank(run: RunDir, attempt: int, from_memory: int | None = None, heart: H
         step, cause = rank.step, type(stop).__name__
         with contextlib.suppress(OSError):
             events.write("failed", code=EXIT_STOPPED, cause=cause, step=step, message=str(stop))
-        sys.stderr.write(f"stopped after step {step}: {stop}\n")
+        to_log(f"stopped after step {step}: {stop}\n")
         return EXIT_STOPPED
     except BaseException as error:  # noqa: BLE001  whatever ends a rank must become its verdict
         return _record_failure(error, rank)
@@ -634,7 +633,7 @@ def _record_failure(error: BaseException, rank: RankAttempt) -> int:
             explained=isinstance(error, OrchestraError | CheckpointError),
             traceback=traceback.format_exc(),
         )
-    traceback.print_exc()
+    to_log(traceback.format_exc())
     return code
 
 

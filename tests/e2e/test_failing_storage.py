@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -274,6 +276,45 @@ def test_a_broken_and_a_stalled_storage_cost_only_the_saves_they_hit(
         assert_trains_and_saves_again(started)
 
 
+def fill_until_its_end(started: Started, disk: Path, *, stop_after_s: float = math.inf) -> None:
+    """Keep the disk of a run full until it ends, and stop it with Ctrl-C meanwhile."""
+    began, is_stopped = time.monotonic(), False
+    # Whatever is given back meanwhile is taken at once, and the room that is left in pages.
+    for number in itertools.count():
+        for file in (*started.run.events.iterdir(), *started.run.logs.rglob("*.log")):
+            if left := -file.stat().st_size % 4096:
+                with suppress(OSError), file.open("ab") as records:
+                    records.write(b" " * (left - 1) + b"\n")
+        _fill(disk / f"ballast{number}")
+        if started.process.poll() is not None:
+            return
+        if not is_stopped and time.monotonic() > began + stop_after_s:
+            started.process.send_signal(signal.SIGINT)
+            is_stopped = True
+        time.sleep(0.02)
+
+
+@pytest.mark.mount
+def test_a_run_whose_own_disk_is_full_stops_with_a_save(tmp_path: Path, small_disk: Path) -> None:
+    """Neither the request nor a rank's words of it find room."""
+    place = tmp_path / "elsewhere"
+    settings = (
+        *TINY,
+        "train.steps=1000000",
+        "checkpoint.every_steps=100000",
+        f"checkpoint.dir={place}",
+        PACE,
+    )
+    started = start_run(small_disk, "cramped", *settings)
+    started.wait_for_steps(5)
+    fill_until_its_end(started, small_disk, stop_after_s=3.0)
+    out, _ = started.end(75)
+    step = newest_manifest(place).step
+    assert step > 5
+    assert f"stopped after {step} of 1000000 steps" in out
+    assert "`orchestra resume cramped` goes on from its newest checkpoint" in out
+
+
 @pytest.mark.mount
 def test_a_run_whose_own_disk_is_full_has_finished_when_its_last_step_is_saved_elsewhere(
     tmp_path: Path, small_disk: Path
@@ -283,16 +324,7 @@ def test_a_run_whose_own_disk_is_full_has_finished_when_its_last_step_is_saved_e
     settings = (*TINY, "train.steps=60", "checkpoint.every_steps=20", f"checkpoint.dir={place}", PACE)
     started = start_run(small_disk, "cramped", *settings)
     started.wait_for_steps(5)
-    # Whatever is given back meanwhile is taken at once, and the room that is left in pages.
-    for number in itertools.count():
-        for file in started.run.events.iterdir():
-            if left := -file.stat().st_size % 4096:
-                with suppress(OSError), file.open("ab") as records:
-                    records.write(b" " * (left - 1) + b"\n")
-        _fill(small_disk / f"ballast{number}")
-        if started.process.poll() is not None:
-            break
-        time.sleep(0.02)
+    fill_until_its_end(started, small_disk)
     out, _ = started.end(0)
     assert "finished after 60 of 60 steps" in out
     assert newest_manifest(place).step == 60

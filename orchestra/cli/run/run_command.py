@@ -158,7 +158,9 @@ def train(attempt: ForegroundAttempt, *, as_json: bool) -> int:
 
     config, run = attempt.config, attempt.run
     stream = sys.stderr if as_json else sys.stdout
-    progress = Progress(run, config.train.steps, attempt.number, length_of(config.train).get("tokens"))
+    steps, tokens = config.train.steps, length_of(config.train).get("tokens")
+    saves = config.checkpoint.every_steps is not None
+    progress = Progress(run, steps, attempt.number, tokens, saves=saves)
     waiting = f"starting {figures.number_of(describe.world_size(config), 'rank')} …"
     view = open_view(progress, attempt.header, waiting, stream)
     verdict: Verdict | None = None

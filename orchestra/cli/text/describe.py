@@ -17,7 +17,7 @@ from orchestra.cli.text import figures
 from orchestra.config.home import run_folder
 from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_DONE, EXIT_STOPPED
 from orchestra.optim.schedule import learning_rate
-from orchestra.recovery.incidents import Verdict
+from orchestra.recovery.incidents import UNHEARD, Verdict
 from orchestra.report.attempts import read_accounts, slow_ranks
 from orchestra.report.run_state import FailedSaves, SweepState, failed_saves, fallback_of, name_of
 from orchestra.report.spending import Spending
@@ -141,7 +141,7 @@ def _device(config: Config) -> str:
 def summary_lines(run: RunDir, summary: Summary, verdict: Verdict) -> list[str]:
     """Return how it went, in numbers, and where everything lies."""
     step = summary.step or 0
-    if verdict.code == EXIT_DONE:
+    if verdict.code == EXIT_DONE or verdict.message == UNHEARD:
         # A full disk may have taken no row of the last ones.
         step = max(step, verdict.step or 0)
     lines = ["", f"{verdict.state} after {step} of {summary.steps} steps, {figures.duration(summary.wall_s)}"]
@@ -207,6 +207,8 @@ def resume_lines(
         ]
     if verdict.code in (EXIT_DONE, EXIT_DO_NOT_RESTART) or not run.has_records():
         return []
+    if verdict.message == UNHEARD:
+        return [f"resume  `{invocation('resume', run)}` goes on from its newest checkpoint"]
     return [resume_line(run, newest_checkpoint(events))]
 
 

@@ -31,6 +31,7 @@ _PLAIN_LINES = 50
 _REFRESH_S = 0.5
 _SHORTEST_BAR = 4
 _STOPPING = "stopping after this step, with a checkpoint (Ctrl-C again: at once)"
+_STOPPING_UNSAVED = "stopping after this step; nothing is saved (Ctrl-C again: at once)"
 # What is remembered of each row: a run may have a million of them.
 _OF_CLOSING = re.compile(r"(attempt \d+ finished: )?finished")
 _KEPT = ("step", "attempt", "loss", "tokens", "tokens_per_s", "mfu", "mfu_causal", "step_time_s")
@@ -42,8 +43,12 @@ class Progress:
     `update` reads what is new; the rest are views of it.
     """
 
-    def __init__(self, run: RunDir, steps: int, attempt: int = 0, tokens: int | None = None) -> None:
+    def __init__(
+        self, run: RunDir, steps: int, attempt: int = 0, tokens: int | None = None, *, saves: bool = True
+    ) -> None:
         self.steps = steps
+        # What is said once it was asked to stop.
+        self.stopping = _STOPPING if saves else _STOPPING_UNSAVED
         # Of the whole run; None: all steps have the same number.
         self.tokens = tokens
         self.rows: list[Record] = []
@@ -322,7 +327,7 @@ class PlainView:
                 )
         if stops > self._stops:
             self._stops = stops
-            _print(_STOPPING if stops == 1 else "stopping at once", self._stream)
+            _print(self._progress.stopping if stops == 1 else "stopping at once", self._stream)
 
     def _eval(self) -> str:
         """Return the held-out losses that no line had yet."""
@@ -380,7 +385,7 @@ class TerminalView:
         from rich.console import Group
         from rich.text import Text
 
-        stopping = [Text(_STOPPING, style="yellow")] if stops else []
+        stopping = [Text(self._progress.stopping, style="yellow")] if stops else []
         if not self._progress.has_begun:
             return Group(Text(f"{self._waiting} {self._progress.wall_s:.0f} s", style="dim"), *stopping)
         # Room for the "^C" that a terminal echoes: where it wraps, the lines above are not drawn over.

@@ -40,8 +40,13 @@ def read_request_files(
     """Return what `attempt` is asked for in files of this pattern, which has one star, oldest first; what is
     no request is passed over. Raises OSError where the folder is there and cannot be read.
     """
-    start, end = pattern.name.split("*")
-    names = [name for name in names_in(pattern.parent) if name.startswith(start) and name.endswith(end)]
-    requests = [from_record(read_json(pattern.parent / name) or {}) for name in names]
+    requests = [from_record(read_json(file) or {}) for file in request_files(pattern)]
     meant = [request for request in requests if request is not None and request.attempt == attempt]
     return sorted(meant, key=lambda request: request.time)
+
+
+def request_files(pattern: Path) -> list[Path]:
+    """Return the files of a pattern, which has one star. Raises OSError where the folder cannot be read."""
+    start, end = pattern.name.split("*")
+    names = names_in(pattern.parent)
+    return [pattern.parent / name for name in names if name.startswith(start) and name.endswith(end)]

@@ -8,6 +8,7 @@ later attempt. Standard library only.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import pwd
 import re
@@ -15,9 +16,10 @@ import secrets
 import socket
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from orchestra.run.control.request_files import read_request_files, write_request_file
+from orchestra.run.control.request_files import read_request_files, request_files, write_request_file
 from orchestra.run.events import is_number, is_whole
 from orchestra.run.files import names_in
 from orchestra.run.paths import RunDir
@@ -30,10 +32,14 @@ PREEMPTED = "preempted"
 REMOVED = "run directory removed"
 # The run goes on at once, on more or fewer nodes.
 RESIZE = "resize"
+# What is left of a request on a full disk.
+NO_ROOM = "a stop for whose reason the disk had no room"
 # The signal that a job's script asks Slurm for before the time limit.
 _WARNING = "SIGUSR2"
 
 _TOKEN_BYTES = 4
+# How a file's name says that it is meant to be empty, and whether the request is to end the run at once.
+_EMPTY, _AT_ONCE = ".no-room", ".now"
 # RunDir.claim
 _CLAIM_NAME = re.compile(r"attempt-(\d+)\.claim$")
 # RunDir.stop_request
@@ -68,8 +74,15 @@ def write_request(run: RunDir, attempt: int, reason: str, *, at_once: bool = Fal
     *Any process of any host that shares the run directory*, as often as it likes. Raises OSError where it
     cannot be written, above all when the run directory is gone.
     """
-    request = new_request(attempt, reason, at_once=at_once)
-    write_request_file(run.stop_request(attempt, secrets.token_hex(_TOKEN_BYTES)), request)
+    request, token = new_request(attempt, reason, at_once=at_once), secrets.token_hex(_TOKEN_BYTES)
+    try:
+        write_request_file(run.stop_request(attempt, token), request)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        # A full disk mostly takes a name, which says all that the ranks must know.
+        name = f"{token}{_AT_ONCE if at_once else ''}{_EMPTY}"
+        run.stop_request(attempt, name).touch(exist_ok=False)
     return request
 
 
@@ -82,7 +95,18 @@ def read_requests(run: RunDir, attempt: int) -> list[StopRequest]:
     """Return the requests to stop `attempt`, oldest first; what is no request is passed over. Raises OSError
     where the folder is there and cannot be read.
     """
-    return read_request_files(run.stop_request(attempt, "*"), attempt, from_record)
+    pattern = run.stop_request(attempt, "*")
+    written = read_request_files(pattern, attempt, from_record)
+    named = [request for file in request_files(pattern) if (request := _from_name(file, attempt))]
+    return sorted([*written, *named], key=lambda request: request.time)
+
+
+def _from_name(file: Path, attempt: int) -> StopRequest | None:
+    """Return the request of a file whose words a disk had no room for; None of any other."""
+    if not file.stem.endswith(_EMPTY):
+        return None
+    facts, at_once = file.stat(), file.stem.endswith(_AT_ONCE + _EMPTY)
+    return StopRequest(attempt, NO_ROOM, facts.st_mtime, user_name(str(facts.st_uid)), "?", 0, at_once)
 
 
 def requested_attempt(run: RunDir) -> int | None:

@@ -7,11 +7,11 @@ the trainer.
 from __future__ import annotations
 
 import contextlib
-import sys
 from dataclasses import dataclass
 
 from orchestra.data.source import SampleSource
 from orchestra.run.events import EventWriter
+from orchestra.run.files import to_log
 from orchestra.run.metrics_file import EPOCH, repeats_words
 from orchestra.sizes.topology import StepBatches
 
@@ -40,7 +40,5 @@ def build_epochs(
     # A full disk takes what is said of it, and no training.
     with contextlib.suppress(OSError):
         events.write("data_repeats", epochs=epochs)
-    with contextlib.suppress(OSError):
-        sys.stderr.write(f"note: the run {repeats_words({'epochs': epochs})}\n")
-        sys.stderr.flush()
+    to_log(f"note: the run {repeats_words({'epochs': epochs})}\n")
     return Epochs(source)

@@ -8,7 +8,6 @@ these ranks also records the shares in summary.json. Untraced steps cost one com
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -20,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from conf.schema import ProfileConfig
 from orchestra.parallel.marks import Traffic
+from orchestra.run.files import to_log
 from orchestra.run.paths import RunDir
 from orchestra.sizes.device_times import HOST_COLLECTIVES, TraceEvent, device_times
 from orchestra.sizes.step_shares import MARKS, SUMMARY_FILE, StepShares, shares_of
@@ -184,7 +184,7 @@ class StepProfiler(StepHook):
         (folder / f"{stem}.txt").write_text(f"{shown}\n{operations}")
         if shares is not None and is_recorder:
             (folder / SUMMARY_FILE).write_text(json.dumps(shares.record(), indent=1) + "\n")
-            sys.stderr.write(shown)
+            to_log(shown)
 
     def _shares(self, tracing: profile) -> StepShares | None:
         """Return the shares of the traced steps; None where none of them came to its end."""

@@ -22,7 +22,7 @@ def part(num_samples: int) -> TokenSamples:
     return TokenSamples(np.zeros(num_samples + 1, dtype=np.uint16), 1, 2, "array")
 
 
-def test_only_what_is_repeated_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_what_is_repeated_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run, source = RunDir(tmp_path), Blend([part(10), part(100)], [1, 3], ["web/small", "large"])
     events = EventWriter(run, "attempt-000.rank-00000", 0, rank=0)
     assert build_epochs(source, BATCHES, 4, events) is None
@@ -33,7 +33,7 @@ def test_only_what_is_repeated_is_told(tmp_path: Path, capsys: pytest.CaptureFix
     assert epochs.columns(20) == {EPOCH: pytest.approx(0.5)}
     (event,) = read_events(run)
     assert (event["event"], event["epochs"]) == ("data_repeats", {"web/small": pytest.approx(2.5)})
-    assert capsys.readouterr().err == "note: the run goes 2.5 times through web/small\n"
+    assert capfd.readouterr().err == "note: the run goes 2.5 times through web/small\n"
 
 
 def test_words_name_what_is_repeated_most_and_survive_damaged_records() -> None:
