@@ -98,7 +98,7 @@ class AttemptRecord:
     def _write_verdict(self, verdict: Verdict, ending: Ending, *, is_decided_next: bool) -> None:
         survivors = {"survivors": list(ending.survivors)} if ending.survivors else {}
         following = {"undecided": True} if is_decided_next else {}
-        self.events.write(
+        self.events.write_surely(
             "finished" if verdict.code == EXIT_DONE else "failed",
             node=self.node,
             code=verdict.code,

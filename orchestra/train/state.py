@@ -321,8 +321,9 @@ class CheckpointContext:
         writer.join(_EVENT_S)
 
     def _write_event(self, event: str, evidence: Mapping[str, Any]) -> None:
+        events = self.events
         try:
-            self.events.write(event, **evidence)
+            (events.write_surely if event == "checkpoint_committed" else events.write)(event, **evidence)
         except OSError as error:
             to_log(f"event {event} {dict(evidence)} could not be written: {error}\n")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import os
 import signal
@@ -294,6 +295,11 @@ def fill_until_its_end(started: Started, disk: Path, *, stop_after_s: float = ma
         time.sleep(0.02)
 
 
+def status_of(started: Started) -> Record:
+    (told,) = json.loads(orchestra(started.run.path, "status", str(started.run.path), "--json").stdout)
+    return dict(told)
+
+
 @pytest.mark.mount
 def test_a_run_whose_own_disk_is_full_stops_with_a_save(tmp_path: Path, small_disk: Path) -> None:
     """Neither the request nor a rank's words of it find room."""
@@ -312,7 +318,10 @@ def test_a_run_whose_own_disk_is_full_stops_with_a_save(tmp_path: Path, small_di
     step = newest_manifest(place).step
     assert step > 5
     assert f"stopped after {step} of 1000000 steps" in out
-    assert "`orchestra resume cramped` goes on from its newest checkpoint" in out
+    assert f"`orchestra resume cramped` goes on from step {step}" in out
+    # Names of empty files are all that is left on that disk of how it ended.
+    told = status_of(started)
+    assert (told["state"], told["checkpoint_step"]) == ("stopped", step)
 
 
 @pytest.mark.mount
@@ -327,4 +336,5 @@ def test_a_run_whose_own_disk_is_full_has_finished_when_its_last_step_is_saved_e
     fill_until_its_end(started, small_disk)
     out, _ = started.end(0)
     assert "finished after 60 of 60 steps" in out
+    assert status_of(started)["state"] == "finished"
     assert newest_manifest(place).step == 60

@@ -207,9 +207,10 @@ def resume_lines(
         ]
     if verdict.code in (EXIT_DONE, EXIT_DO_NOT_RESTART) or not run.has_records():
         return []
-    if verdict.message == UNHEARD:
+    step = newest_checkpoint(events)
+    if step is None and verdict.message == UNHEARD:
         return [f"resume  `{invocation('resume', run)}` goes on from its newest checkpoint"]
-    return [resume_line(run, newest_checkpoint(events))]
+    return [resume_line(run, step)]
 
 
 def _uses(run: RunDir, config: Config | None) -> list[str]:

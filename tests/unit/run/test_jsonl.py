@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from orchestra.run.events import read_events
 from orchestra.run.files import JsonLinesReader, JsonLinesWriter, cut_torn_line, read_json_lines
+from orchestra.run.paths import RunDir
 
 
 def test_floats_come_back_bit_for_bit_and_non_finite_ones_as_null(tmp_path: Path) -> None:
@@ -97,6 +99,36 @@ def test_what_a_full_disk_refuses_is_kept_and_written_in_its_order(tmp_path: Pat
     problem = f"{path} cannot be written: No space left on device; its records are kept until it can be\n"
     assert ended.stderr == (problem if has_log else "")
     assert [record["step"] for record in read_json_lines(path)] == [1, 2, 3, 4, 5]
+
+
+_TELL_WHILE_FULL = """
+import resource
+import signal
+import sys
+from pathlib import Path
+from orchestra.run.events import EventWriter, node_writer
+from orchestra.run.paths import RunDir
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+writer = EventWriter(RunDir(Path(sys.argv[1])), node_writer(3, 0), 3, node=0)
+resource.setrlimit(resource.RLIMIT_FSIZE, (10, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+for message in sys.argv[2:]:
+    writer.write_surely("failed", code=75, cause="StopRequested", message=message, step=7, host="node1")
+"""
+
+
+def test_names_of_empty_files_tell_what_must_not_be_lost_on_a_full_disk(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    command = [sys.executable, "-c", _TELL_WHILE_FULL, str(tmp_path), "short — ü", "long" * 100]
+    subprocess.run(command, check=True)
+    assert all(file.stat().st_size == 0 for file in run.events.iterdir())
+    for name in ("e30=.no-room", "WzFd.no-room", "no base64.no-room", ".no-room"):
+        (run.events / name).touch()
+    first, second = read_events(run)
+    assert first.pop("message") == "short — ü"
+    times = [float(event.pop("time")) for event in (first, second)]
+    assert sorted(times) == times
+    told = {"event": "failed", "attempt": 3, "node": 0, "code": 75, "step": 7, "cause": "StopRequested"}
+    assert first == second == told
 
 
 def test_records_of_several_threads_stay_whole(tmp_path: Path) -> None:
