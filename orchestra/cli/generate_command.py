@@ -11,7 +11,13 @@ from conf.schema import DataConfig, Source
 from orchestra.cli.checkpoint.checkpoint_ls_command import add_run_arguments, open_place
 from orchestra.cli.checkpoint.checkpoint_process import ask
 from orchestra.data.token_files import TokenIndex, index_of, local_prefix, token_file_prefix
-from orchestra.data.tokenizer import BYTES, ByteTokenizer, HuggingFaceTokenizer, Tokenizer
+from orchestra.data.tokenizer import (
+    BYTES,
+    ByteTokenizer,
+    HuggingFaceTokenizer,
+    Tokenizer,
+    open_tokenizer,
+)
 from orchestra.errors import EXIT_DONE, ConfigError, DataError
 from orchestra.plugins import is_plugin
 from orchestra.report.run_state import name_of
@@ -23,7 +29,7 @@ _EXPLAINED = """\
   orchestra generate RUN "Once" --temperature 0.7 --top-p 0.9 --max-tokens 200
 
 The text is taken as the beginning of a document. The tokenizer is that of the run's data; where its file was
-moved, --tokenizer says where it is now.
+moved, --tokenizer says where it is now. It is compared with what packed the data as long as that is there.
 """
 
 
@@ -88,12 +94,18 @@ def run(arguments: Namespace) -> int:
     """Sample and return 0. Raises ConfigError where the tokenizer is not known."""
     place = open_place(arguments.run, arguments.dir)
     tokenizer = tokenizer_of(place.config.data, arguments.tokenizer)
+    words, known = max(tokenizer.vocab_size, tokenizer.separator_id + 1), place.config.model.vocab_size
+    if words > known:
+        raise ConfigError(
+            f"--tokenizer {arguments.tokenizer}: has {words:,} tokens, and the model knows {known:,}; give "
+            "the one that the data was packed with"
+        )
     (encoded,) = tokenizer.encode([arguments.text])
     request = {
         # What stands before each document in training, but the first.
         "tokens": [tokenizer.separator_id, *encoded.tolist()],
         "end_id": tokenizer.separator_id,
-        "vocab_size": max(tokenizer.vocab_size, tokenizer.separator_id + 1),
+        "vocab_size": words,
         "max_tokens": arguments.max_tokens,
         "temperature": 0.0 if arguments.greedy else arguments.temperature,
         "top_p": arguments.top_p,
@@ -123,15 +135,21 @@ def tokenizer_of(data: DataConfig, given: str | None) -> Tokenizer:
     if data.source == Source.stdlib:
         return _of_bytes(given)
     if is_plugin(data.source):
+        if given is not None:
+            return _of_unknown_data(given)
         raise ConfigError(
-            f"data.source={data.source} gives tokens, and says nothing of the text that they stand for: "
-            "orchestra generate needs a run on token files, or on data=stdlib"
+            f"data.source={data.source} gives tokens, and says nothing of the text that they stand for; give "
+            "the tokenizer whose tokens they are with --tokenizer FILE"
         )
     path = data.path or data.blend[0].path
     try:
         index = index_of(path)
     except (DataError, OSError) as error:
-        raise ConfigError(f"the tokenizer is not known: {error}") from error
+        if given is not None:
+            return _of_unknown_data(given)
+        raise ConfigError(
+            f"the tokenizer is not known: {error}; give the one that packed the data with --tokenizer FILE"
+        ) from error
     if index.tokenizer == BYTES:
         return _of_bytes(given)
     file = Path(given).expanduser() if given else _beside(path, index)
@@ -149,6 +167,18 @@ def tokenizer_of(data: DataConfig, given: str | None) -> Tokenizer:
             f"{index.tokenizer_sha256[:16]}; give the one that packed it with --tokenizer FILE"
         )
     return tokenizer
+
+
+def _of_unknown_data(given: str) -> Tokenizer:
+    """Return a tokenizer that nothing can be compared with, whose own end-of-text token ends documents."""
+    try:
+        return open_tokenizer(given)
+    except ConfigError as error:
+        said, _, _ = str(error).partition("; give --separator")
+        if said == str(error):
+            raise
+        advice = "name its eos_token in a tokenizer_config.json beside it"
+        raise ConfigError(f"{said}, which ends the text; {advice}") from error
 
 
 def _of_bytes(given: str | None) -> ByteTokenizer:

@@ -82,8 +82,21 @@ def test_a_tokenizer_that_is_gone_or_another_one_is_refused(packed: DataConfig, 
     with pytest.raises(ConfigError, match=r"no file .*; give --tokenizer FILE"):
         tokenizer_of(packed, None)
     assert tokenizer_of(packed, str(moved)).separator_id == 0
-    with pytest.raises(ConfigError, match="the tokenizer is not known"):
-        tokenizer_of(DataConfig(source=Source.tokens, path=str(tmp_path / "nowhere")), None)
+    gone = DataConfig(source=Source.tokens, path=str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match=r"the tokenizer is not known.*; give .* with --tokenizer FILE"):
+        tokenizer_of(gone, None)
+    # With the data gone too, or of somebody else's, there is nothing that it could be compared with.
+    with pytest.raises(
+        ConfigError, match=r"no end-of-text token .*; name its eos_token in a tokenizer_config.json"
+    ):
+        tokenizer_of(gone, str(moved))
+    (moved / "tokenizer_config.json").write_text('{"eos_token": "<fin>"}')
+    for data in (gone, DataConfig(source="package.module:name")):
+        assert tokenizer_of(data, str(moved)).separator_id == 0
+    with pytest.raises(ConfigError, match="cannot be read"):
+        tokenizer_of(gone, str(tmp_path / "nothing.json"))
+    with pytest.raises(ConfigError, match=r"data.source=package.module:name gives tokens.* --tokenizer FILE"):
+        tokenizer_of(DataConfig(source="package.module:name"), None)
 
 
 def test_what_is_sampled_is_read_after_its_beginning(tmp_path: Path) -> None:
