@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from conf.schema import ModelConfig
+from conf.schema import ModelConfig, PipelineSchedule
 from orchestra.plan.devices import Accelerator, CollectiveGroup, Network
 from orchestra.plan.frameworks import OWN, Framework
 from orchestra.sizes.activations import keeps_attention
@@ -184,9 +184,12 @@ class PlanCase(TrainingShape):
 
 
 def num_chunks(case: PlanCase) -> int:
-    """Return how many parts of the model each pipeline rank holds: as usual, at most one a layer, and one
-    where the stages do not divide the micro-batches, as interleaving demands (Megatron-LM).
+    """Return how many parts of the model each pipeline rank of another trainer holds: as many as an
+    interleaved schedule was given, else as usual; at most one a layer, and one where the stages do not divide
+    the micro-batches, as interleaving demands (Megatron-LM).
     """
     if case.layout.pp == 1 or case.accumulation % case.layout.pp:
         return 1
-    return max(1, min(case.framework.pipeline_chunks, case.model.num_hidden_layers // case.layout.pp))
+    is_given = case.schedule is PipelineSchedule["interleaved"]
+    wanted = case.virtual_stages if is_given else case.framework.pipeline_chunks
+    return max(1, min(wanted, case.model.num_hidden_layers // case.layout.pp))

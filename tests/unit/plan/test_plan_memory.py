@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from plan_cases import LLAMA_8B, case
 
-from conf.schema import ModelConfig, Offload, Recompute
+from conf.schema import ModelConfig, Offload, PipelineSchedule, Recompute
 from orchestra.plan.case import has_idle_stage, stage_parameters, stages
 from orchestra.plan.predict import disk_bytes, host_memory, over_time, predict
 from orchestra.plan.stage_memory import Memory, llama_layer_bytes
@@ -105,6 +105,17 @@ def test_an_interleaved_pipeline_needs_micro_batches_that_its_stages_divide() ->
     assert broken.stages[0].activations < whole.stages[0].activations
     # But never more than there are.
     assert predict(case(grad_accum=4, **deep)).peak.activations < whole.peak.activations
+
+
+def test_another_trainers_pipeline_has_the_stages_that_an_interleaved_schedule_is_given() -> None:
+    usual = case(pp=4, dp=2, num_hidden_layers=32, framework="megatron", grad_accum=32)
+    interleaved = PipelineSchedule["interleaved"]
+    bubbles = [
+        predict(replace(usual, schedule=interleaved, virtual_stages=stages)).time.bubble
+        for stages in (2, 4, 5)
+    ]
+    assert bubbles == sorted(bubbles, reverse=True)
+    assert bubbles[2] == predict(usual).time.bubble
 
 
 def test_fused_kernels_keep_less_and_in_8_bits_still_less() -> None:
