@@ -69,8 +69,8 @@ class AttemptRecord:
         amended: Callable[[Verdict], Verdict] = lambda verdict: verdict,
         *,
         decides: Callable[[Verdict], bool] = lambda _: False,
+        steps: int,
         ended_after: int | None = None,
-        steps: int = 0,
     ) -> Verdict:
         """Judge how the whole attempt ended, write that down and return it. *The leader only*.
 
@@ -126,7 +126,7 @@ class AttemptRecord:
         cause = type(error).__name__
         with contextlib.suppress(OSError):
             facts = {"cause": cause, "message": str(error), "undecided": True}
-            self.events.write("failed", node=self.node, code=EXIT_FAILED, **facts)
+            self.events.write_surely("failed", node=self.node, code=EXIT_FAILED, **facts)
 
     def write_killed_ranks(self, ending: Ending, *, was_stopped: bool) -> None:
         """Write a `rank_failed` for each rank of this node that died without a verdict of its own."""

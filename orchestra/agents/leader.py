@@ -272,7 +272,7 @@ class Leader:
         record = context.record(before)
         with contextlib.suppress(OSError):
             facts = {"code": verdict.code, "cause": cause, "message": words}
-            record.events.write("failed", node=record.node, **facts)
+            record.events.write_surely("failed", node=record.node, **facts)
         self._group.allow(SCHEDULER_S)
         outcome = "" if is_urgent else context.scheduler.go_on(verdict, before, record.events)
         self._order_end(number, verdict.code, outcome or words)
@@ -496,7 +496,7 @@ def _write_final(record: AttemptRecord, verdict: Verdict, code: int, message: st
     """Write the verdict once more: what is known of the attempts before this one changes it."""
     facts = {"cause": verdict.cause, "message": message, "step": verdict.step}
     with contextlib.suppress(OSError):
-        record.events.write("failed", node=record.node, code=code, **facts)
+        record.events.write_surely("failed", node=record.node, code=code, **facts)
 
 
 # How an attempt over several nodes ended: from the nodes' reports and the events to one verdict.

@@ -250,7 +250,7 @@ def with_profile(case: PlanCase, profile: Profile, threads: int = 1) -> PlanCase
     """
     constants, ranks = profile.constants, case.devices_per_node
     framework = replace(_changed(case.framework, OF_FRAMEWORK, constants), source=profile.source)
-    if "host_layer_s" in constants:
+    if "host_layer_s" in constants and "host_layer_s" not in profile.undecided:
         framework = replace(framework, host_compiled_s=None)
     if profile.is_cpu:
         share = shared(profile, ranks, threads) * while_busy(profile, BUSY, ranks, threads)

@@ -7,10 +7,7 @@ that somebody edited or a disk damaged is passed over, and never ends the comman
 
 from __future__ import annotations
 
-import base64
-import errno
 import functools
-import json
 import math
 import os
 import re
@@ -19,17 +16,26 @@ import time
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from orchestra.run.files import JsonLinesWriter, Record, read_json_lines
+from orchestra.run.files import (
+    FULL,
+    LONGEST_NAME,
+    JsonLinesWriter,
+    Record,
+    as_name,
+    from_name,
+    read_json_lines,
+)
 from orchestra.run.paths import RunDir
 
 _WHOLE_NUMBERS = ("code", "step", "pid", "pid_started")
 _TEXTS = ("host", "cause", "message", "traceback", "signal", "advice")
 # What fits into 64 bits; Python reads longer ones from JSON as well.
 _LARGEST = 1 << 63
-# What a full disk still takes is an empty file, whose name holds the fields that fit, the most needed first.
-_NO_ROOM = ".no-room"
-_OF_NAMES = ("event", "attempt", "time", "rank", "node", "code", "step", "cause", "message")
-_LONGEST_NAME = 255
+# Files whose names are events for which a full disk had no room: what such names hold in any case, and what
+# else as far as it fits.
+_WRITTEN, _NO_ROOM = ".jsonl", ".no-room"
+_OF_NAMES = ("event", "attempt", "time", "rank", "node", "code", "step", "undecided", "fallback")
+_TEXTS_OF_NAMES = ("cause", "message")
 
 
 class EventWriter:
@@ -54,16 +60,19 @@ class EventWriter:
         self._file.write(self._record(event, evidence))
 
     def write_surely(self, event: str, **evidence: Any) -> None:
-        """Append an event without which the run would be told wrong. Of one that a full disk has no room for
-        the name of an empty file tells the most needed.
+        """Append an event without which the run would be told wrong: of one that a full disk has no room for
+        the name of an empty file tells the most needed. Raises OSError where it takes no name either.
         """
         record = self._record(event, evidence)
         try:
             self._file.write(record)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            needed = {key: record[key] for key in _OF_NAMES if key in record}
+            texts = {key: str(record[key]) for key in _TEXTS_OF_NAMES if key in record}
+            name = as_name(needed, texts, LONGEST_NAME - len(_NO_ROOM))
+            if error.errno not in FULL or name is None:
                 raise
-            (self._folder / _as_name(record)).touch()
+            (self._folder / f"{name}{_NO_ROOM}").touch()
 
     def _record(self, event: str, evidence: Record) -> Record:
         stamp = {"time": time.time(), "attempt": self._attempt, "event": event}
@@ -86,45 +95,24 @@ def read_events(run: RunDir, names: tuple[str, ...] = ()) -> list[Record]:
     is no integer, are passed over; other fields of a wrong type are left out.
     """
     wanted = _called(names) if names else None
-    records = [record for file in event_files(run) for record in read_json_lines(file, wanted)]
-    records += [_from_name(file.name) for file in _files(run, _NO_ROOM)]
+    entries = _entries(run)
+    written = [run.events / name for name in entries if name.endswith(_WRITTEN)]
+    records = [record for file in written for record in read_json_lines(file, wanted)]
+    records += [from_name(name.removesuffix(_NO_ROOM)) for name in entries if name.endswith(_NO_ROOM)]
     return sorted((_cleaned(record) for record in records if _is_event(record)), key=_time)
 
 
 def event_files(run: RunDir) -> list[Path]:
     """Return all writers' files, in the order of their names."""
-    return _files(run, ".jsonl")
+    return [run.events / name for name in _entries(run) if name.endswith(_WRITTEN)]
 
 
-def _files(run: RunDir, ending: str) -> list[Path]:
+def _entries(run: RunDir) -> list[str]:
     try:
         with os.scandir(run.events) as entries:
-            names = sorted(entry.name for entry in entries if entry.name.endswith(ending))
+            return sorted(entry.name for entry in entries)
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return [run.events / name for name in names]
-
-
-def _as_name(record: Record) -> str:
-    """Return the name of a file that tells an event, as far as it has room for it."""
-    name, kept = "", Record()
-    for key in _OF_NAMES:
-        kept |= {key: record[key]} if key in record else {}
-        text = json.dumps(kept, separators=(",", ":"))
-        longer = base64.urlsafe_b64encode(text.encode()).decode() + _NO_ROOM
-        if len(longer) > _LONGEST_NAME:
-            break
-        name = longer
-    return name
-
-
-def _from_name(name: str) -> Record:
-    """Return the event that a file's name tells; an empty record where it tells none."""
-    try:
-        record = json.loads(base64.urlsafe_b64decode(name.removesuffix(_NO_ROOM)))
-    except ValueError:
-        return {}
-    return record if isinstance(record, dict) else {}
 
 
 @functools.cache

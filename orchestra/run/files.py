@@ -8,6 +8,7 @@ writing cuts it first, so that a torn line never ends up in the middle.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import errno
 import json
@@ -24,6 +25,9 @@ from typing import Any, BinaryIO
 Record = dict[str, Any]
 
 _TAIL_BYTES = 1 << 16
+# Why a disk has no room, and the longest name of a file.
+FULL = (errno.ENOSPC, errno.EDQUOT)
+LONGEST_NAME = 255
 # Records that wait for room on a disk: at some hundred bytes each a few megabytes.
 MOST_KEPT = 10_000
 
@@ -34,6 +38,33 @@ def to_log(words: str) -> None:
     """
     with contextlib.suppress(OSError):
         os.write(2, words.encode(errors="replace"))
+
+
+def as_name(needed: Record, texts: dict[str, str], most: int) -> str | None:
+    """Return a file's name of at most so many characters that holds a record, `texts` shortened to what fits;
+    None where what is needed does not fit. An empty file of that name is what a full disk still takes.
+    """
+
+    def named(record: Record) -> str:
+        text = json.dumps(record, separators=(",", ":"), ensure_ascii=False)
+        return base64.urlsafe_b64encode(text.encode(errors="replace")).decode()
+
+    kept = dict(needed)
+    if len(named(kept)) > most:
+        return None
+    for key, text in texts.items():
+        fits = next((n for n in range(len(text), 0, -1) if len(named({**kept, key: text[:n]})) <= most), 0)
+        kept |= {key: text[:fits]} if fits else {}
+    return named(kept)
+
+
+def from_name(name: str) -> Record:
+    """Return the record that such a name holds; an empty one where it holds none."""
+    try:
+        record = json.loads(base64.urlsafe_b64decode(name))
+    except ValueError:
+        return {}
+    return record if isinstance(record, dict) else {}
 
 
 def finite_or_null(value: Any) -> Any:

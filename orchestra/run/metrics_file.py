@@ -90,9 +90,15 @@ def repeats_words(event: Record, most: int = 4) -> str:
     counts = {str(name): n for name, n in epochs.items() if is_number(n)} if isinstance(epochs, dict) else {}
     most_first = sorted(counts, key=lambda name: -counts[name])
     named = ["its data" if name == DATA else name for name in most_first]
-    words = [f"{counts[name]:.3g} times through {of}" for name, of in zip(most_first, named, strict=True)]
+    words = [f"{_times(counts[name])} through {of}" for name, of in zip(most_first, named, strict=True)]
     more = f" and {len(words) - most} more parts of its data" if len(words) > most else ""
     return f"goes {', '.join(words[:most])}{more}" if words else ""
+
+
+def _times(count: float) -> str:
+    if count < 1.005:
+        return "just over once"
+    return f"{count:.3g} times" if count < 100 else f"{count:,.0f} times"
 
 
 def eval_losses(row: Record) -> dict[str, float]:

@@ -599,13 +599,13 @@ def run_rank(run: RunDir, attempt: int, from_memory: int | None = None, heart: H
             train_on(mesh, config, ranks, rank)
         # A full disk takes no verdict. The agent has the exit code, and the last beat.
         with contextlib.suppress(OSError):
-            events.write("finished", code=EXIT_DONE, step=config.train.steps)
+            events.write_surely("finished", code=EXIT_DONE, step=config.train.steps)
         return EXIT_DONE
     except StopRequested as stop:
         mirror_limit_s = min(config.wandb.finish_timeout_s, _STOPPED_MIRROR_S)
         step, cause = rank.step, type(stop).__name__
         with contextlib.suppress(OSError):
-            events.write("failed", code=EXIT_STOPPED, cause=cause, step=step, message=str(stop))
+            events.write_surely("failed", code=EXIT_STOPPED, cause=cause, step=step, message=str(stop))
         to_log(f"stopped after step {step}: {stop}\n")
         return EXIT_STOPPED
     except BaseException as error:  # noqa: BLE001  whatever ends a rank must become its verdict
@@ -623,7 +623,7 @@ def _record_failure(error: BaseException, rank: RankAttempt) -> int:
     if isinstance(error, OrchestraError):
         code = error.exit_code
     with contextlib.suppress(OSError):
-        rank.events.write(
+        rank.events.write_surely(
             "failed",
             code=code,
             cause=type(error).__name__,

@@ -141,7 +141,7 @@ def _device(config: Config) -> str:
 def summary_lines(run: RunDir, summary: Summary, verdict: Verdict) -> list[str]:
     """Return how it went, in numbers, and where everything lies."""
     step = summary.step or 0
-    if verdict.code == EXIT_DONE or verdict.message == UNHEARD:
+    if verdict.code in (EXIT_DONE, EXIT_STOPPED):
         # A full disk may have taken no row of the last ones.
         step = max(step, verdict.step or 0)
     lines = ["", f"{verdict.state} after {step} of {summary.steps} steps, {figures.duration(summary.wall_s)}"]
@@ -208,7 +208,8 @@ def resume_lines(
     if verdict.code in (EXIT_DONE, EXIT_DO_NOT_RESTART) or not run.has_records():
         return []
     step = newest_checkpoint(events)
-    if step is None and verdict.message == UNHEARD:
+    saves = config is not None and config.checkpoint.every_steps is not None
+    if step is None and saves and verdict.message == UNHEARD:
         return [f"resume  `{invocation('resume', run)}` goes on from its newest checkpoint"]
     return [resume_line(run, step)]
 

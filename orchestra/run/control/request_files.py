@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from orchestra.run.files import Record, names_in, read_json, write_atomically
+from orchestra.run.files import Record, from_name, names_in, read_json, write_atomically
 
 
 class Request(Protocol):
@@ -22,6 +22,9 @@ class Request(Protocol):
     @property
     def time(self) -> float: ...
 
+
+# Of files that are empty: a full disk had no room for their words, and their names hold them.
+EMPTY = ".no-room"
 
 Asked = TypeVar("Asked", bound=Request)
 
@@ -40,13 +43,17 @@ def read_request_files(
     """Return what `attempt` is asked for in files of this pattern, which has one star, oldest first; what is
     no request is passed over. Raises OSError where the folder is there and cannot be read.
     """
-    requests = [from_record(read_json(file) or {}) for file in request_files(pattern)]
+    begin, end = pattern.name.split("*")
+    names = [name for name in names_in(pattern.parent) if name.startswith(begin) and name.endswith(end)]
+    records = []
+    for name in names:
+        starred = name.removeprefix(begin).removesuffix(end)
+        is_empty = starred.endswith(EMPTY)
+        records.append(
+            {"user": "?", "host": "?", **from_name(starred.removesuffix(EMPTY))}
+            if is_empty
+            else read_json(pattern.parent / name) or {}
+        )
+    requests = [from_record(record) for record in records]
     meant = [request for request in requests if request is not None and request.attempt == attempt]
     return sorted(meant, key=lambda request: request.time)
-
-
-def request_files(pattern: Path) -> list[Path]:
-    """Return the files of a pattern, which has one star. Raises OSError where the folder cannot be read."""
-    start, end = pattern.name.split("*")
-    names = names_in(pattern.parent)
-    return [pattern.parent / name for name in names if name.startswith(start) and name.endswith(end)]

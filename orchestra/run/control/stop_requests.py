@@ -8,7 +8,6 @@ later attempt. Standard library only.
 from __future__ import annotations
 
 import dataclasses
-import errno
 import os
 import pwd
 import re
@@ -16,12 +15,11 @@ import secrets
 import socket
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from orchestra.run.control.request_files import read_request_files, request_files, write_request_file
+from orchestra.run.control.request_files import EMPTY, read_request_files, write_request_file
 from orchestra.run.events import is_number, is_whole
-from orchestra.run.files import names_in
+from orchestra.run.files import FULL, LONGEST_NAME, as_name, names_in
 from orchestra.run.paths import RunDir
 
 # Reasons other than a signal's ("signal SIGTERM").
@@ -32,14 +30,10 @@ PREEMPTED = "preempted"
 REMOVED = "run directory removed"
 # The run goes on at once, on more or fewer nodes.
 RESIZE = "resize"
-# What is left of a request on a full disk.
-NO_ROOM = "a stop for whose reason the disk had no room"
 # The signal that a job's script asks Slurm for before the time limit.
 _WARNING = "SIGUSR2"
 
 _TOKEN_BYTES = 4
-# How a file's name says that it is meant to be empty, and whether the request is to end the run at once.
-_EMPTY, _AT_ONCE = ".no-room", ".now"
 # RunDir.claim
 _CLAIM_NAME = re.compile(r"attempt-(\d+)\.claim$")
 # RunDir.stop_request
@@ -74,15 +68,16 @@ def write_request(run: RunDir, attempt: int, reason: str, *, at_once: bool = Fal
     *Any process of any host that shares the run directory*, as often as it likes. Raises OSError where it
     cannot be written, above all when the run directory is gone.
     """
-    request, token = new_request(attempt, reason, at_once=at_once), secrets.token_hex(_TOKEN_BYTES)
+    request = new_request(attempt, reason, at_once=at_once)
     try:
-        write_request_file(run.stop_request(attempt, token), request)
+        write_request_file(run.stop_request(attempt, secrets.token_hex(_TOKEN_BYTES)), request)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        needed, prefix = dataclasses.asdict(request), len(run.stop_request(attempt, EMPTY).name)
+        texts = {key: needed.pop(key) for key in ("user", "host")}
+        name = as_name(needed, texts, LONGEST_NAME - prefix)
+        if error.errno not in FULL or name is None:
             raise
-        # A full disk mostly takes a name, which says all that the ranks must know.
-        name = f"{token}{_AT_ONCE if at_once else ''}{_EMPTY}"
-        run.stop_request(attempt, name).touch(exist_ok=False)
+        run.stop_request(attempt, f"{name}{EMPTY}").touch()
     return request
 
 
@@ -95,18 +90,7 @@ def read_requests(run: RunDir, attempt: int) -> list[StopRequest]:
     """Return the requests to stop `attempt`, oldest first; what is no request is passed over. Raises OSError
     where the folder is there and cannot be read.
     """
-    pattern = run.stop_request(attempt, "*")
-    written = read_request_files(pattern, attempt, from_record)
-    named = [request for file in request_files(pattern) if (request := _from_name(file, attempt))]
-    return sorted([*written, *named], key=lambda request: request.time)
-
-
-def _from_name(file: Path, attempt: int) -> StopRequest | None:
-    """Return the request of a file whose words a disk had no room for; None of any other."""
-    if not file.stem.endswith(_EMPTY):
-        return None
-    facts, at_once = file.stat(), file.stem.endswith(_AT_ONCE + _EMPTY)
-    return StopRequest(attempt, NO_ROOM, facts.st_mtime, user_name(str(facts.st_uid)), "?", 0, at_once)
+    return read_request_files(run.stop_request(attempt, "*"), attempt, from_record)
 
 
 def requested_attempt(run: RunDir) -> int | None:

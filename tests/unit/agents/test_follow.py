@@ -199,7 +199,7 @@ def test_a_follower_that_cannot_move_on_says_why(
     (event,) = (event for event in read_events(run) if event["event"] == "start_failed")
     assert (why in event["cause"], "`orchestra resume mine` tries again" in event["cause"]) == (True, True)
     # The other one is tried again while there is time, which a busy machine may not have.
-    assert len(slurm.calls("sbatch")) == 1 or not why.startswith("Invalid")
+    assert len(slurm.calls("sbatch")) == 1 or (slurm.calls("sbatch") and not why.startswith("Invalid"))
     slurm.tell("queue")
     state = orchestra.json("status", str(run.path))[0]
     assert (state["state"], state["code"], why in state["cause"]) == ("failed", 1, True)

@@ -34,19 +34,6 @@ def stop(run: RunDir, signals: StopRequests) -> StopDeadline:
     return StopDeadline(run, 2, signals, 1000.0)
 
 
-def test_a_request_without_words_for_which_a_disk_had_no_room_is_one(run: RunDir, stop: StopDeadline) -> None:
-    run.control.mkdir(exist_ok=True)
-    run.stop_request(1, "0a1b2c3d.no-room").touch()
-    assert stop.level() == 0
-    run.stop_request(2, "0a1b2c3d.no-room").touch()
-    (request,) = stop_requests.read_requests(run, 2)
-    assert (request.reason, request.at_once) == (stop_requests.NO_ROOM, False)
-    assert stop.level() == 0
-    run.stop_request(2, "0a1b2c3d.now.no-room").touch()
-    assert [request.at_once for request in stop_requests.read_requests(run, 2)] == [False, True]
-    assert stop.level() == 1
-
-
 def test_nobody_asks(run: RunDir, stop: StopDeadline) -> None:
     stop_requests.write_request(run, 1, "the attempt before")
     assert (stop.level(), stop.interruption) == (0, None)

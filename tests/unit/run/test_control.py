@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,24 @@ def test_requests_that_nobody_finished_writing_or_somebody_damaged_are_passed_ov
     assert read_requests(run, 0) == [asked]
     file.write_text(json.dumps({**json.loads(text), "colour": "red"}))
     assert read_requests(run, 0) == [asked], "a newer version may say more"
+
+
+@pytest.mark.mount
+def test_a_full_disk_takes_a_request_as_the_name_of_an_empty_file(run: RunDir) -> None:
+    """With its reason: who resizes a run, or has a time limit, means no end of it."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(run.path)], check=True)
+    try:
+        run.control.mkdir()
+        with suppress(OSError), (run.path / "ballast").open("wb", buffering=0) as ballast:
+            while ballast.write(b"0" * 4096):
+                pass
+        reasons = (stop_requests.RESIZE, stop_requests.TIME_LIMIT, stop_requests.CANCEL)
+        asked = [write_request(run, 3, reason, at_once=reason == stop_requests.CANCEL) for reason in reasons]
+        assert all(file.stat().st_size == 0 for file in run.control.iterdir())
+        assert read_requests(run, 3) == asked
+        assert (read_requests(run, 2), stop_requests.requested_attempt(run)) == ([], 3)
+    finally:
+        subprocess.run(["umount", "--lazy", str(run.path)], check=True)
 
 
 def test_a_run_directory_that_is_gone_takes_no_request(run: RunDir) -> None:

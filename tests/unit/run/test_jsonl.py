@@ -106,29 +106,45 @@ import resource
 import signal
 import sys
 from pathlib import Path
+from orchestra.run.control import stop_requests
 from orchestra.run.events import EventWriter, node_writer
 from orchestra.run.paths import RunDir
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-writer = EventWriter(RunDir(Path(sys.argv[1])), node_writer(3, 0), 3, node=0)
+run = RunDir(Path(sys.argv[1]))
+writer = EventWriter(run, node_writer(3, 0), 3, node=0)
+run.control.mkdir()
+# Each file takes ten bytes of a record, and ends as on a full disk.
 resource.setrlimit(resource.RLIMIT_FSIZE, (10, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 for message in sys.argv[2:]:
     writer.write_surely("failed", code=75, cause="StopRequested", message=message, step=7, host="node1")
+writer.write_surely("checkpoint_committed", step=7, seconds=1.5, fallback="/scratch/elsewhere")
+try:
+    writer.write_surely("checkpoint_committed", step=8, fallback="/far" * 60)
+except OSError as error:
+    print(error.strerror)
 """
 
 
 def test_names_of_empty_files_tell_what_must_not_be_lost_on_a_full_disk(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     command = [sys.executable, "-c", _TELL_WHILE_FULL, str(tmp_path), "short — ü", "long" * 100]
-    subprocess.run(command, check=True)
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    # Where a checkpoint lies is told whole or not at all.
+    assert done.stdout == "No space left on device\n"
     assert all(file.stat().st_size == 0 for file in run.events.iterdir())
     for name in ("e30=.no-room", "WzFd.no-room", "no base64.no-room", ".no-room"):
         (run.events / name).touch()
-    first, second = read_events(run)
+    first, second, saved = read_events(run)
     assert first.pop("message") == "short — ü"
-    times = [float(event.pop("time")) for event in (first, second)]
+    shortened = second.pop("message")
+    assert 20 < len(shortened) < 100
+    assert ("long" * 100).startswith(shortened)
+    times = [float(event.pop("time")) for event in (first, second, saved)]
     assert sorted(times) == times
     told = {"event": "failed", "attempt": 3, "node": 0, "code": 75, "step": 7, "cause": "StopRequested"}
     assert first == second == told
+    of_save = {"attempt": 3, "node": 0, "step": 7, "fallback": "/scratch/elsewhere"}
+    assert saved == {"event": "checkpoint_committed", **of_save}
 
 
 def test_records_of_several_threads_stay_whole(tmp_path: Path) -> None:

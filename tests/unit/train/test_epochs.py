@@ -37,7 +37,8 @@ def test_only_what_is_repeated_is_told(tmp_path: Path, capfd: pytest.CaptureFixt
 
 
 def test_words_name_what_is_repeated_most_and_survive_damaged_records() -> None:
-    assert repeats_words({"epochs": {"data": 3.14159}}) == "goes 3.14 times through its data"
+    for count, words in ((3.14159, "3.14 times"), (1.0004, "just over once"), (1234.5, "1,234 times")):
+        assert repeats_words({"epochs": {"data": count}}) == f"goes {words} through its data"
     many = {"epochs": {str(number): number + 1.5 for number in range(6)}}
     assert repeats_words(many).startswith("goes 6.5 times through 5, 5.5 times through 4, ")
     assert repeats_words(many).endswith(" and 2 more parts of its data")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.other_file_system import other_file_system
@@ -13,7 +14,7 @@ from checkpointing.peers import Peers
 from orchestra.run.control import stop_requests
 from orchestra.run.paths import RunDir
 from orchestra.train import stopping
-from orchestra.train.stopping import RequestWatch, SaveClock, Stopping
+from orchestra.train.stopping import PieceCheck, RequestWatch, SaveClock, Stopping
 
 
 def test_a_run_of_fast_steps_looks_ever_less_often_and_stops_all_the_same(
@@ -108,3 +109,25 @@ def test_the_clock_asks_for_a_save_each_time_its_seconds_have_passed(
     # After 12, 24, 36 … seconds: each time the first step that ends when 10 seconds have passed.
     assert saved == list(range(4, 31, 4))
     alone.close()
+
+
+def test_pieces_of_work_are_asked_about_twice_a_second_however_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(stopping, "time", SimpleNamespace(monotonic=lambda: now))
+    watch = RequestWatch(RunDir(tmp_path), 1)
+    check = PieceCheck(Peers.alone(), watch)
+    asked = []
+    for _ in range(3000):
+        now += 0.01
+        left = check._num_left
+        assert not check.is_stop_due()
+        if left == 1:
+            asked.append(now)
+    # Twice as many pieces each time, until they take half a second.
+    assert [round(after - before, 2) for before, after in pairwise(asked)][:3] == [0.02, 0.04, 0.08]
+    assert {round(after - before, 1) for before, after in pairwise(asked[8:])} == {0.5}
+    stop_requests.write_request(RunDir(tmp_path), 1, stop_requests.CANCEL)
+    watch._look()
+    assert [check.is_stop_due() for _ in range(60)].index(True) <= 50
