@@ -53,7 +53,9 @@ def as_name(needed: Record, texts: dict[str, str], most: int) -> str | None:
     if len(named(kept)) > most:
         return None
     for key, text in texts.items():
-        fits = next((n for n in range(len(text), 0, -1) if len(named({**kept, key: text[:n]})) <= most), 0)
+        fits = next(
+            (n for n in range(min(len(text), most), 0, -1) if len(named({**kept, key: text[:n]})) <= most), 0
+        )
         kept |= {key: text[:fits]} if fits else {}
     return named(kept)
 

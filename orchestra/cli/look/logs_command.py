@@ -63,6 +63,7 @@ def run(arguments: Namespace) -> int:
         if not goes_on:
             break
         time.sleep(_POLL_S)
+    printer.end()
     if watch is None and not printer.has_printed:
         _say_why_nothing(chosen)
     return EXIT_DONE
@@ -211,3 +212,8 @@ class _Printer:
         # What was written so far may end within a character.
         text = self._decoders.setdefault(file, _Decoder(errors="replace")).decode(new)
         print(text, end="", flush=True)
+
+    def end(self) -> None:
+        """Print what is left of characters that were never written whole."""
+        for decoder in self._decoders.values():
+            print(decoder.decode(b"", final=True), end="", flush=True)

@@ -86,8 +86,10 @@ def _size(model: ModelConfig) -> str:
 
 def _only_step(config: Config) -> list[str]:
     """Say what rate a run of one step has: that of a schedule's end."""
+    if config.train.steps > 1:
+        return []
     rate = learning_rate(config.optim, config.train, 1)
-    if config.train.steps > 1 or math.isclose(rate, config.optim.lr):
+    if math.isclose(rate, config.optim.lr):
         return []
     return [f"rate    {rate:.3g}: a run of one step has only its schedule's end (optim.min_lr)"]
 

@@ -141,6 +141,9 @@ def test_a_log_that_ends_within_a_character_is_followed_without_breaking_it(
     monkeypatch.setattr(logs_command.time, "sleep", grow)
     monkeypatch.setattr(logs_command, "_CHUNK_BYTES", 4)
     assert orchestra("logs", "broken-1", "--rank", "1", "-f").out == words
+    # What a rank that was killed left of one.
+    log.write_bytes(b"whole \xc3")
+    assert orchestra("logs", "broken-1", "--rank", "1").out == "whole \ufffd"
 
 
 def test_logs_that_do_not_exist_say_which_do(failed_run: RunDir, orchestra: CommandLine) -> None:
