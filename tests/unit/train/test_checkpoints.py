@@ -21,6 +21,7 @@ from checkpointing.lineage import Base
 from conf.schema import BatchStage, RunConfig, WhenBusy
 from orchestra.errors import TrainingError, UnusableCheckpointError
 from orchestra.run.events import EventWriter, read_events
+from orchestra.run.files import JsonLinesWriter
 from orchestra.run.paths import RunDir
 from orchestra.sizes import save_interval
 from orchestra.sizes.topology import batch_ramp
@@ -313,17 +314,19 @@ def test_storage_without_room_is_an_error_and_with_room_for_few_a_warning(
 
 
 def test_an_event_that_cannot_be_written_takes_no_checkpoint_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     attempt = begun(tmp_path / "run")
 
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(28, "No space left on device")
+    def failing(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(EventWriter, "write", full)
+    monkeypatch.setattr(JsonLinesWriter, "write", failing)
     attempt.save(5)
     assert steps_of(tmp_path / "run") == [5]
-    assert "checkpoint_committed" in capsys.readouterr().err
+    said = capfd.readouterr().err
+    assert "event checkpoint_started" in said
+    assert "event checkpoint_committed" in said
 
 
 def test_a_later_attempt_saves_as_often_as_the_times_of_earlier_ones_say(tmp_path: Path) -> None:

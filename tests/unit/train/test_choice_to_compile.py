@@ -44,14 +44,14 @@ def test_on_the_cpu_auto_is_eager_and_nothing_is_said(
 
 
 def test_auto_without_a_compiler_trains_eager_on_a_gpu_and_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
     chosen, (cause,) = settled(tmp_path, AUTO, rank_alone("cuda"))
     assert chosen is False
     assert cause.startswith("a C compiler")
     assert "install gcc or clang" in cause
-    assert capsys.readouterr().err.count(cause) == 1
+    assert capfd.readouterr().err.count(cause) == 1
 
 
 @pytest.mark.parametrize(
