@@ -47,6 +47,7 @@ from orchestra.sizes.flops import (
     head_dim,
     key_value_width,
     num_attention_parameters,
+    num_dense_layers,
     value_width,
     without_experts,
 )
@@ -299,12 +300,16 @@ def cheapest_within(
     not even full recomputation fits.
 
     Recomputed layers come first in the model: when the backward pass reaches them, the others are gone.
+    Tokens are taken to be shared out evenly where ranks have experts of their own.
     """
+    num_dense = num_dense_layers(layer.model)
+    dense = replace(layer, model=without_experts(layer.model))
     fitting: list[tuple[int, tuple[Recompute, ...]]] = []
     for num_full in range(num_layers + 1):
         kinds = _least_selective(layer, num_full, num_layers, budget_bytes)
         if kinds is not None:
-            cost = sum(layer.recomputed_flops(kind) for kind in kinds)
+            cost = sum(dense.recomputed_flops(kind) for kind in kinds[:num_dense])
+            cost += sum(layer.recomputed_flops(kind) for kind in kinds[num_dense:])
             fitting.append((cost, kinds))
     return min(fitting, key=lambda choice: choice[0], default=(0, None))[1]
 
@@ -324,16 +329,16 @@ def _least_selective(
             *([Recompute.none] * num_none),
         )
 
-    counts = range(num_layers - num_full + 1)
+    counts, num_dense = range(num_layers - num_full + 1), num_dense_layers(layer.model)
     fewest = bisect.bisect_left(
-        counts, True, key=lambda count: peak_bytes(layer, kinds(count)) <= budget_bytes
+        counts, True, key=lambda count: peak_bytes(layer, kinds(count), num_dense) <= budget_bytes
     )
     return kinds(fewest) if fewest in counts else None
 
 
 def budget_problems(layer: LayerActivations, num_layers: int, budget_gib: float) -> Iterator[str]:
     """Yield what to say of a budget that not even full recomputation fits."""
-    least = peak_bytes(layer, [Recompute.full] * num_layers)
+    least = peak_bytes(layer, [Recompute.full] * num_layers, num_dense_layers(layer.model))
     if least > budget_gib * GIB:
         yield (
             f"train.recompute_budget_gib={budget_gib:g} is below the {least / GIB:.3g} GiB of activations "

@@ -457,6 +457,22 @@ def gradient_units(
     return _units_of_buckets(stage, parts, mixtures, shape.options.bucket_bytes / gradient_bytes)
 
 
+def largest_owned(
+    shape: TrainingShape, stage: PipelineStage, parts: RankParameters, gradient_bytes: int
+) -> float:
+    """Return the elements of the largest range of a unit that a rank owns, which is updated in one go.
+    `gradient_bytes`: of an element of the gradients.
+    """
+    shards, of_experts = (shape.num_shards, shape.num_expert_shards) if shape.zero else (1, 1)
+    others = gradient_units(shape, stage, replace(parts, of_experts=()), gradient_bytes)
+    experts = parts.of_experts * parts.num_mixtures_of(stage)
+    if shape.zero == 3 and shape.num_shards > 1:
+        units: tuple[float, ...] = (sum(parts.of_experts),) if experts else ()
+    else:
+        units = buckets(experts, shape.options.bucket_bytes / gradient_bytes)
+    return max(max(others, default=0.0) / max(1, shards), max(units, default=0.0) / max(1, of_experts))
+
+
 @lru_cache(maxsize=1024)
 def _units_of_buckets(
     stage: PipelineStage, parts: RankParameters, num_mixtures: int, least: float

@@ -31,7 +31,7 @@ from test_agreed_stop import stopped_attempt
 
 from checkpointing import catalog
 from checkpointing.storage import open_storage
-from conf.schema import Config, EvalConfig, ExpertPlacement, ModelConfig, StateDType, WhenBusy
+from conf.schema import Config, EvalConfig, ExpertPlacement, ModelConfig, Offload, StateDType, WhenBusy
 from orchestra.run.files import Record
 from orchestra.run.heartbeat import Heart, Phase
 from orchestra.run.metrics_file import eval_column, read_metrics
@@ -196,6 +196,22 @@ def test_a_run_whose_experts_moved_goes_on_bit_for_bit_and_on_any_other_ranks(
         assert losses == pytest.approx([row["loss"] for row in rows(path)], rel=2e-3)
     assert ranks(4).run(attempt_of, path=broken, attempt=1, config=config_of(**MOVING)) == expected
     assert rows(broken) == rows(path)
+
+
+def test_state_on_disk_moves_with_its_experts_and_is_that_in_memory(
+    ranks: Ranks, whole: Run, tmp_path: Path
+) -> None:
+    path, expected = whole
+    disk, broken = tmp_path / "disk", tmp_path / "broken"
+    disk.mkdir()
+    on_disk = {**MOVING, "offload": Offload.optimizer_disk, "offload_dir": str(disk)}
+    until_killed = config_of(**on_disk, inject=kill_all(SECOND + 2))
+    assert ranks(4).run(attempt_of, path=broken, attempt=0, config=until_killed) == [None] * 4
+    assert [event["step"] for event in events_of(broken, "experts_moved")] == [EVERY, SECOND]
+    assert digest_at(broken, SECOND) == digest_at(path, SECOND)
+    assert ranks(4).run(attempt_of, path=broken, attempt=1, config=config_of(**on_disk)) == expected
+    assert rows(broken) == rows(path)
+    assert list(disk.iterdir()) == []
 
 
 def test_a_run_that_was_stopped_moves_the_experts_that_it_would_have(

@@ -5,11 +5,13 @@ Any layout restores what any other saved, and the same one goes on with the same
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from mixture_trainings import mixed
 from pool import Ranks
 from small_trainings import (
     EVEN,
@@ -86,6 +88,40 @@ def test_state_in_host_memory_trains_with_the_same_bits(
     expected = trained_on(ranks(2), kept, steps=4)
     for of_ranks, of_ranks_expected in zip(trained_on(ranks(2), moved, steps=4), expected, strict=True):
         assert_same_bits(of_ranks, of_ranks_expected)
+
+
+# Stages alone, and with experts of which each rank has some: uneven ones, whole, and cut among ranks.
+MIXTURES: tuple[tuple[int, str, dict[str, Any]], ...] = (
+    (2, "optimizer", {"zero": 0, "ep": 2}),
+    (2, "optimizer", {"zero": 3}),
+    (2, "all", {"zero": 3, "ep": 2}),
+    (2, "optimizer_disk", {"zero": 1, "ep": 2}),
+    (4, "optimizer", {"zero": 2, "ep": 2}),
+    (4, "all", {"zero": 3, "ep": 2}),
+    (4, "optimizer_disk", {"zero": 3, "ep": 2}),
+    (4, "optimizer_disk", {"zero": 2, "ep": 2, "tp": 2}),
+)
+
+
+@pytest.mark.parametrize(("world", "precision"), [(2, "fp32"), (4, "bf16")])
+def test_the_state_of_experts_trains_with_the_same_bits_wherever_it_lies(
+    ranks: Ranks, tmp_path: Path, world: int, precision: str
+) -> None:
+    cases = [(where, stage) for size, where, stage in MIXTURES if size == world]
+
+    kept = [
+        mixed(dp=world // stage.get("tp", 1), accumulation=2, precision=precision, **stage)
+        for _, stage in cases
+    ]
+    places = [{"offload": Offload(where), "offload_dir": str(tmp_path)} for where, _ in cases]
+    moved = [
+        replace(config, parallelism=replace(config.parallelism, **place))
+        for config, place in zip(kept, places, strict=True)
+    ]
+    expected = trained_on(ranks(world), kept, steps=3)
+    for found, of_ranks in zip(trained_on(ranks(world), moved, steps=3), expected, strict=True):
+        assert_same_bits(found, of_ranks)
+    assert list(tmp_path.iterdir()) == []
 
 
 # Global batch 12: 1, 2, 3 and 4 ranks can share it.

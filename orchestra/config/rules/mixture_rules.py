@@ -12,7 +12,6 @@ from conf.schema import (
     Family,
     ModelConfig,
     MoeBalance,
-    Offload,
 )
 from orchestra.config.keys import shown
 from orchestra.config.machine import Situation, data_parallel
@@ -70,13 +69,6 @@ def rule_experts(config: Config, situation: Situation) -> Iterator[str]:
             f"model.first_k_dense_replace={model.first_k_dense_replace} leaves no mixture among "
             f"model.num_hidden_layers={model.num_hidden_layers}; use fewer, or model.num_experts=0"
         )
-    dense_only = {
-        "parallelism.offload": (config.parallelism.offload, Offload.none),
-        "train.recompute_budget_gib": (config.train.recompute_budget_gib, None),
-    }
-    for key, (value, usual) in dense_only.items():
-        if value is not usual:
-            yield f"{key}={shown(value)} is not planned for mixtures of experts; use {key}={shown(usual)}"
 
 
 def _without_experts(model: ModelConfig) -> Iterator[str]:

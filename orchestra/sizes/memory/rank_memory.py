@@ -27,7 +27,7 @@ from orchestra.sizes.training_shape import (
     PipelineStage,
     RankParameters,
     TrainingShape,
-    gradient_units,
+    largest_owned,
     rank_parameters,
     rounded_elements,
     widths,
@@ -129,7 +129,7 @@ def _state_of(shape: TrainingShape, stage: PipelineStage, parts: RankParameters)
     masters, moments = owned * width.masters, 2 * owned * options.moment_bytes + at_ends
     if options.offload is Offload.optimizer_disk:
         each = _FP32 + 2 * options.moment_bytes
-        unit = max(gradient_units(shape, stage, parts, width.gradients)) / (shards if shape.zero >= 1 else 1)
+        unit = largest_owned(shape, stage, parts, width.gradients)
         leaving = 1.0 * width.parameters if options.is_gpu and width.masters else 0.0
         masters, disk, in_memory = 0.0, owned * each, 2 * unit * (each + leaving)
         # On a CPU the host's memory is the device's.

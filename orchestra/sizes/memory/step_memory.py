@@ -32,7 +32,7 @@ from orchestra.sizes.training_shape import (
     PipelineStage,
     RankParameters,
     TrainingShape,
-    gradient_units,
+    largest_owned,
     widths,
 )
 
@@ -207,12 +207,13 @@ def _update_bytes(shape: TrainingShape, stage: PipelineStage, parts: RankParamet
     narrower; moments of two bytes in fp32, with the random bits of their rounding (32 bytes an element of one
     tensor, as counted).
     """
-    shards, width = max(1, shape.num_shards) if shape.zero else 1, widths(shape.precision)
+    width = widths(shape.precision)
     if shape.options.is_plugged:
+        shards = max(1, shape.num_shards) if shape.zero else 1
         of_experts = shape.num_expert_shards if shape.zero else 1
         updated = parts.of(stage) / shards + parts.experts_of(stage) / of_experts
         return updated * _FP32 if width.gradients < _FP32 else 0.0
-    unit = max(gradient_units(shape, stage, parts, width.gradients)) / shards
+    unit = largest_owned(shape, stage, parts, width.gradients)
     block = min(unit, ROUNDED_GPU if shape.options.is_gpu else ROUNDED_CPU)
     update = block * _FP32 if width.gradients < _FP32 else 0.0
     if shape.options.moment_bytes < _FP32:

@@ -194,10 +194,16 @@ def test_closed_forms_meet_the_count_of_mixtures(model: tuple[str, ...], choice:
         # All layers of the first stage are dense.
         (DEEPSEEK_V3, ("parallelism.pp=2", "parallelism.stages=[1,2]")),
         (DEEPSEEK_V3, ("parallelism.cp=2", "train.seq_len=4096", "train.micro_batch_size=1")),
+        (QWEN3_MOE, ("parallelism=zero3", "parallelism.ep=2", "parallelism.offload=all")),
+        # The largest unit that a rank updates: its experts, and all its other parameters.
+        (QWEN3_MOE, ("parallelism=zero1", "parallelism.ep=4", *ON_DISK)),
+        (DEEPSEEK_V3, ("parallelism=zero3", "parallelism.ep=4", *ON_DISK)),
+        # The dense layer and a mixture are recomputed.
+        (DEEPSEEK_V3, ("parallelism=zero1", "train.recompute_budget_gib=0.3")),
     ],
     ids=[
         *("qwen3-moe", "deepseek-v3", "deepseek-v3-tp", "qwen3-moe-zero2", "deepseek-v3-dense-stage"),
-        "deepseek-v3-cp",
+        *("deepseek-v3-cp", "qwen3-moe-offload", "qwen3-moe-disk", "deepseek-v3-disk", "deepseek-v3-budget"),
     ],
 )
 def test_mixtures_are_counted_with_the_kernels_of_a_gpu(
