@@ -4,6 +4,7 @@ CheckpointError
 ├── StorageError        the storage refuses or fails: full, read-only, unreachable
 │   └── UnreachableError    it did not answer for as long as a restore waits; says nothing of what it holds
 ├── DamagedError        a checkpoint is not what its manifest says; names file and tensor
+│   └── NewerVersionError   its manifest is that of a newer version of this package
 ├── NoCheckpointError   nothing to restore from, or nothing intact
 ├── SupersededError     a newer attempt has saved this step: what this one holds is void
 ├── MismatchError       the ranks do not describe one whole state, or a checkpoint does not fit the request
@@ -40,6 +41,10 @@ class DamagedError(CheckpointError):
         self.tensor = tensor
         place = ": ".join(part for part in (file, tensor) if part)
         super().__init__(f"{place}: {what}" if place else what)
+
+
+class NewerVersionError(DamagedError):
+    """Raised for a manifest of a newer version: what it says cannot be told here, and may be intact."""
 
 
 class NoCheckpointError(CheckpointError):

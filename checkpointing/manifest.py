@@ -18,7 +18,7 @@ from typing import Any
 
 from checkpointing import checksums
 from checkpointing.box import ITEM_BYTES, Box, overlapping
-from checkpointing.checkpoint_errors import DamagedError
+from checkpointing.checkpoint_errors import DamagedError, NewerVersionError
 from checkpointing.lineage import Base
 
 MANIFEST = "manifest.json"
@@ -199,6 +199,11 @@ def decode(content: bytes) -> Manifest:
 
 def _decoded(document: dict[str, Any]) -> Manifest:
     version = document.get("schema_version")
+    if type(version) is int and version > SCHEMA_VERSION:
+        raise NewerVersionError(
+            f"schema_version is {version}, of a newer orchestra; this one reads {SCHEMA_VERSION}: use that",
+            file=MANIFEST,
+        )
     if type(version) is not int or version != SCHEMA_VERSION:
         raise _damaged(f"schema_version is {version!r}, and this orchestra reads {SCHEMA_VERSION}")
     checksum = document.pop("checksum", None)

@@ -21,7 +21,8 @@ PHASES = ("staging", "mid_file", "before_vote", "before_manifest", "before_prune
 class Options:
     """What all ranks agree on.
 
-    `generation` numbers the attempt that writes, `layout` is written down as it is. `score_of`: what
+    `generation` numbers the attempt that writes: each start needs one of its own, greater than those before,
+    or on an object store it overwrites their files. `layout` is written down as it is. `score_of`: what
     `keep_best` compares. `when_busy`: `skip` or `wait`; `restore`: `broadcast`, `rank0` or `direct`;
     `replaces`: of two saves of a step, by whichever attempt, the older one goes. `limit_s` bounds every wait
     of a save or restore. `staging_dir`: a folder of this machine where each rank's save is put together in a

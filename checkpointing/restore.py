@@ -23,6 +23,7 @@ from checkpointing.catalog import OffLine, StoredCheckpoint
 from checkpointing.checkpoint_errors import (
     DamagedError,
     MismatchError,
+    NewerVersionError,
     NoCheckpointError,
     StorageError,
     SupersededError,
@@ -314,10 +315,15 @@ def _found(places: Places) -> Generator[dict[str, Any], Any, dict[str, Any] | _S
 
 
 def _whole_manifest(storage: Storage, checkpoint: StoredCheckpoint) -> Manifest | ReadFailure:
-    """Return the manifest of a checkpoint whose files have their sizes, or what is wrong with one."""
+    """Return the manifest of a checkpoint whose files have their sizes, or what is wrong with one. Raises
+    NewerVersionError.
+    """
     try:
         manifest = catalog.read_manifest(storage, checkpoint)
         catalog.check_sizes(storage, manifest, checkpoint.folder)
+    except NewerVersionError as error:
+        # No older one is taken in its place: it may be intact.
+        raise NewerVersionError(error.what, file=checkpoint.manifest) from error
     except (DamagedError, StorageError) as error:
         return ReadFailure.of(error)
     return manifest
@@ -360,7 +366,10 @@ def _offered(
     none on the line. `failure`: of the one that was offered before.
     """
     if peers.is_coordinator:
-        peers.answer(topic, offers.send(failure))
+        try:
+            peers.answer(topic, offers.send(failure))
+        except NewerVersionError as error:
+            peers.answer(topic, {"newer": str(error)})
     offer: dict[str, Any] = peers.await_answer(topic, 2 * peers.limit_s)
     skipped.extend((step, reason) for step, reason in offer.get("skipped", ()))
     if "manifest" in offer or "waits" in offer:
@@ -371,6 +380,8 @@ def _offered(
         raise UnreachableError(offer["unreachable"])
     if "unlisted" in offer:
         raise StorageError(offer["unlisted"])
+    if "newer" in offer:
+        raise NoCheckpointError(f"{places.words}: {offer['newer']}, or ask for an older step")
     if "absent" in offer:
         there = ", ".join(map(str, offer["there"])) or "none"
         raise NoCheckpointError(

@@ -20,7 +20,7 @@ from checkpointing.catalog import (
     stored,
     stored_in,
 )
-from checkpointing.checkpoint_errors import DamagedError, StorageError
+from checkpointing.checkpoint_errors import DamagedError, NewerVersionError, StorageError
 from checkpointing.lineage import Lineage
 from checkpointing.storage import Storage
 
@@ -83,12 +83,13 @@ def prune(
     known: dict[int, CommittedCheckpoint] | None = None,
     upcoming: int | None = None,
     fallback: Storage | None = None,
+    saved: int | None = None,
 ) -> list[int]:
     """Remove the checkpoints of the line that the policy does not keep, and those that were published off it
     after a newer attempt had begun; return their steps.
 
     `upcoming`: a step that has no room; what would go once it is saved goes now, but never the newest intact
-    one.
+    one. `saved`: a step that was committed just now; it stays, also among later ones.
     What else is off the line stays, and counts for no rule. `lineage` is asked again before each is lost.
     `known` holds what is known of the line's checkpoints already, so that many that are kept for good are not
     read again after every save; whoever writes one anew takes it out. What lies in `fallback`, the run's
@@ -103,7 +104,7 @@ def prune(
     failure = _look_at(on, storages, policy, known) or failure
     there = [known[checkpoint.step] for checkpoint in on if checkpoint.step in known]
     policy_says = set(to_remove(there, policy) if upcoming is None else _outdated(there, upcoming, policy))
-    leaving = [checkpoint for checkpoint in on if checkpoint.step in policy_says]
+    leaving = [each for each in on if each.step in policy_says and each.step != saved]
     late = [each.checkpoint for each in off if each.is_late or (policy.replaces and each.departure is None)]
     removed = []
     for checkpoint in (*leaving, *late):
@@ -178,6 +179,8 @@ def _as_kept(storage: Storage, checkpoint: StoredCheckpoint, score_of: str | Non
     try:
         manifest = read_manifest(storage, checkpoint)
         check_sizes(storage, manifest, checkpoint.folder)
+    except NewerVersionError:
+        return CommittedCheckpoint(checkpoint.step)
     except DamagedError:
         return CommittedCheckpoint(checkpoint.step, is_intact=False)
     score, of = manifest.state.get("score"), manifest.state.get("score_of")

@@ -101,7 +101,9 @@ class Staging:
             for target, index, part in self._copies:
                 target.copy_(shards[index].tensor.detach()[part], non_blocking=self._pinned)
         if self._pinned:
-            torch.cuda.current_stream().synchronize()
+            # Each copy is on the stream of its tensor's device.
+            for device in {shard.tensor.device for shard in shards if shard.tensor.is_cuda}:
+                torch.cuda.current_stream(device).synchronize()
 
     def _planned(self, shards: Sequence[Shard]) -> Iterator[tuple[torch.Tensor, int, tuple[slice, ...]]]:
         """Yield where each piece goes, the shard that holds it, and the part of that shard."""
@@ -625,7 +627,15 @@ class Saver:
     def _prune(self, save: _Save, upcoming: int | None = None) -> None:
         self._known.pop(save.step, None)
         fallback = self._look_into_fallback() if self._is_fallback_used else None
-        removed = retention.prune(self._storage, self._policy, self._lineage, self._known, upcoming, fallback)
+        removed = retention.prune(
+            self._storage,
+            self._policy,
+            self._lineage,
+            self._known,
+            upcoming,
+            fallback,
+            saved=save.step if upcoming is None else None,
+        )
         if upcoming is not None and removed:
             self._on_event("checkpoint_room_made", {"step": upcoming, "removed": removed})
 

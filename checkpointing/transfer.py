@@ -59,8 +59,10 @@ class Placement:
                     continue
                 target = shard.tensor.detach()[shared.within(shard.box)]
                 if target.data_ptr() != source.data_ptr():
-                    # From pinned or device memory it goes on while the next bytes are on their way.
-                    target.copy_(source[shared.within(part.chunk.box)], non_blocking=True)
+                    # From pinned or device memory it goes on while the next bytes are on their way; whoever
+                    # uses the memory again waits for this device alone.
+                    is_here = not target.is_cuda or target.device.index == torch.cuda.current_device()
+                    target.copy_(source[shared.within(part.chunk.box)], non_blocking=is_here)
 
 
 def _filled_by(part: NamedChunk, shard: Shard) -> Tensor | None:
@@ -110,8 +112,13 @@ class Routes:
             return
         self._rank = dist.get_rank(group)
         self._everyone = tuple(range(dist.get_world_size(group)))
+        # Of a part of the job's ranks, only the members can make a group: the others do not come here.
+        is_part = group is not dist.group.WORLD
         for members in busiest_sets(transfers, len(self._everyone)):
-            made = dist.new_group([dist.get_global_rank(group, rank) for rank in members])
+            if is_part and self._rank not in members:
+                continue
+            ranks = [dist.get_global_rank(group, rank) for rank in members]
+            made = dist.new_group(ranks, use_local_synchronization=is_part)
             if self._rank in members:
                 self._groups[members] = made
 

@@ -33,15 +33,19 @@ def save(
     *,
     extra: Mapping[str, Any] | None = None,
     keep_last: int = 3,
+    limit_s: float = 600.0,
     group: dist.ProcessGroup | None = None,
 ) -> None:
     """Save a loop's state after `step` under `path` (a folder or any fsspec URL), and wait until it is
     committed. *Collective* over `group` (None: the default group; where there is none, this process alone).
 
-    `extra` is JSON of the loop's own, rank 0's counts. The newest `keep_last` checkpoints stay. Raises
-    SaveFailedError where it was not committed, MismatchError where the state cannot be described.
+    `extra` is JSON of the loop's own, rank 0's counts. The newest `keep_last` checkpoints stay. `limit_s`
+    bounds every wait, also that for the slowest rank's files. Raises SaveFailedError where it was not
+    committed, MismatchError where the state cannot be described, and where a later step lies there from which
+    this process did not go on.
     """
-    with LoopCheckpointer(path, model, optimizer, Options(keep_last=keep_last), group=group) as checkpointer:
+    options = Options(keep_last=keep_last, limit_s=limit_s)
+    with LoopCheckpointer(path, model, optimizer, options, group=group) as checkpointer:
         checkpointer.save(step, extra)
 
 

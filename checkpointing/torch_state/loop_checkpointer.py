@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 from collections.abc import Mapping
@@ -19,7 +20,6 @@ from checkpointing.checkpoint_errors import CheckpointError, MismatchError, Save
 from checkpointing.checkpointer import Checkpointer
 from checkpointing.manifest import Manifest
 from checkpointing.options import Options
-from checkpointing.peers import Peers
 from checkpointing.plans import TensorPiece
 from checkpointing.shards import Shard
 from checkpointing.storage import open_storage
@@ -28,6 +28,10 @@ from checkpointing.torch_state.meeting import default_group, meet, part
 from checkpointing.torch_state.named_tensors import NamedState
 
 _log = logging.getLogger("checkpointing")
+# So long the save under way is waited for where the loop is left by an exception.
+_LEAVING_S = 60.0
+# Of a path the steps that this process has saved, or has passed over in a restore as damaged.
+_known_steps: dict[str, set[int]] = {}
 
 
 class LoopCheckpointer:
@@ -52,12 +56,13 @@ class LoopCheckpointer:
         device = next((each.device for each in model.parameters()), torch.device("cpu"))
         self._state = NamedState(model, optimizer)
         self._peers = meet(group, device, options.limit_s)
+        self._path = path
         self._pieces: list[TensorPiece] | None = None
         # Whether the last save's failure has been raised: it is over then.
         self._is_told = False
         options = replace(
             options,
-            generation=_next_generation(path, self._peers),
+            generation=self._look_around(),
             # A loop that goes back saves steps anew.
             replaces=True,
             layout={"world_size": self._peers.world_size, **options.layout},
@@ -70,16 +75,22 @@ class LoopCheckpointer:
 
         Returns False where it was skipped (`when_busy`: skip). Raises SaveFailedError where it was not
         committed, or the one before that was not waited for: then nothing is saved, and the next call tries
-        again. Raises MismatchError where the state cannot be described.
+        again. Raises MismatchError, on every rank, where the state cannot be described, and where a later
+        step lies there from which this process did not go on: a restart would begin with that.
         """
-        shards = self._state.saved(is_first=self._peers.is_coordinator)
-        document = {"optimizer": self._state.optimizer_document(), "extra": encoded(dict(extra or {}))}
+        shards, document, refusal = self._described(step, extra or {})
         pieces = [shard.piece for shard in shards]
         # All together, or none: some rank's part may have changed, the first time and once the optimizer has
         # its state; and of a save that is over all ranks must learn what became of it.
         has_changed = pieces != self._pieces
-        words = self._peers.exchange(self._peers.unused("save"), [has_changed, self._checkpointer.is_busy])
-        if any(changed for changed, _ in words):
+        word = [has_changed, self._checkpointer.is_busy, None if refusal is None else str(refusal)]
+        words = self._peers.exchange(self._peers.unused("save"), word)
+        if refusal is not None:
+            raise refusal
+        for rank, (_, _, why) in enumerate(words):
+            if why is not None:
+                raise MismatchError(f"rank {rank}: {why}")
+        if any(changed for changed, _, _ in words):
             self.wait()
             self._prepare(shards)
             self._pieces = pieces
@@ -88,6 +99,7 @@ class LoopCheckpointer:
         is_taken = self._checkpointer.save(step, shards, document)
         if is_taken:
             self._is_told = False
+            self._known.add(step)
         if wait:
             self.wait()
         return is_taken
@@ -119,6 +131,7 @@ class LoopCheckpointer:
         restored = self._checkpointer.restore(wanted)
         if restored is None:
             return None
+        self._known.update(step for step in self._others if step > restored.step)
         self._state.take_back(restored.manifest, filled)
         if self._peers.is_coordinator:
             for step, reason in restored.skipped:
@@ -145,6 +158,58 @@ class LoopCheckpointer:
         elif issubclass(kind, CheckpointError):
             # All ranks have it; the others may have yet to read rank 0's word.
             part(self._peers)
+        else:
+            # What was copied is worth its time, whatever ends the loop: sys.exit, Ctrl-C, an error.
+            with contextlib.suppress(CheckpointError):
+                self._checkpointer.wait(_LEAVING_S)
+
+    def _described(
+        self, step: int, extra: Mapping[str, Any]
+    ) -> tuple[list[Shard], dict[str, Any], MismatchError | None]:
+        """Return this rank's shards, the document if it is the first, and why there is none."""
+        try:
+            if type(step) is not int or step < 0:
+                raise MismatchError(f"step={step!r}: expected a whole number of steps done, 0 or more")
+            later = [each for each in self._others - self._known if each > step]
+            if later:
+                raise MismatchError(
+                    f"{self._path} has step {max(later)}, from which this loop did not go on, and a restart "
+                    f"would: step {step} is not saved beside it; use another path, restore first, or remove "
+                    "the later steps' folders"
+                )
+            shards = self._state.saved(is_first=self._peers.is_coordinator)
+            document: dict[str, Any] = {}
+            if self._peers.is_coordinator:
+                document = {"optimizer": self._state.optimizer_document(), "extra": encoded(dict(extra))}
+                # What `keep_best` compares.
+                document |= {key: extra[key] for key in ("score", "score_of") if key in extra}
+        except MismatchError as error:
+            return [], {}, error
+        return shards, document, None
+
+    @property
+    def _known(self) -> set[int]:
+        return _known_steps.setdefault(self._path, set())
+
+    def _look_around(self) -> int:
+        """Return the number of a new attempt at this place, the same on all ranks, and remember what lies
+        there. Raises CheckpointError.
+        """
+        peers = self._peers
+        self._others: set[int] = set()
+        if peers.is_coordinator:
+            try:
+                found = catalog.stored(open_storage(self._path))
+                self._others = {each.step for each in found}
+                newest = max((each.generation for each in found), default=0)
+                peers.answer("generation", {"is": newest + 1})
+            except CheckpointError as error:
+                peers.answer("generation", {"failed": str(error)})
+        answer = peers.await_answer("generation")
+        if "failed" in answer:
+            part(peers)
+            raise CheckpointError(answer["failed"])
+        return int(answer["is"])
 
     def _prepare(self, shards: list[Shard]) -> None:
         names = sorted(self._state.model_tensors())
@@ -158,18 +223,3 @@ class LoopCheckpointer:
                 )
         self._checkpointer.prepare(shards)
         self._checkpointer.reserve(shards)
-
-
-def _next_generation(path: str, peers: Peers) -> int:
-    """Return the number of a new attempt at this place, the same on all ranks. Raises CheckpointError."""
-    if peers.is_coordinator:
-        try:
-            found = [each.generation for each in catalog.stored(open_storage(path))]
-            peers.answer("generation", {"is": max(found, default=0) + 1})
-        except CheckpointError as error:
-            peers.answer("generation", {"failed": str(error)})
-    answer = peers.await_answer("generation")
-    if "failed" in answer:
-        part(peers)
-        raise CheckpointError(answer["failed"])
-    return int(answer["is"])

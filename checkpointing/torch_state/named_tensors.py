@@ -63,7 +63,7 @@ def shards_of(name: str, tensor: Tensor) -> list[Shard]:
         sizes[dim] = min(each, sizes[dim] - begin)
     with torch.no_grad():
         local = tensor.to_local()
-    if 0 in sizes and local.numel() == 0:
+    if tensor.numel() and 0 in sizes and local.numel() == 0:
         return []
     if list(local.shape) != sizes:
         raise MismatchError(f"{name}: this rank has the part {list(local.shape)}, expected is {sizes}")
@@ -93,11 +93,17 @@ class NamedState:
             if isinstance(module, FSDPModule):
                 # After a forward without a backward the whole parameters stand in the sharded ones' place.
                 module.reshard()
+        live = {id(tensor) for tensor in chain(self._model.parameters(), self._model.buffers())}
         tensors: dict[int, tuple[str, Tensor]] = {}
         for key, value in self._model.state_dict(keep_vars=True).items():
             if not isinstance(value, Tensor):
                 raise MismatchError(
                     f"model.{key} is a {type(value).__name__}: only tensors are saved; put it into `extra`"
+                )
+            if id(value) not in live:
+                raise MismatchError(
+                    f"model.{key} is a copy that the module's state_dict makes, and no restore could fill "
+                    "what it is of; put it into a buffer, or into `extra`"
                 )
             tensors.setdefault(id(value), (plain_name(key), value))
         return dict(tensors.values())

@@ -23,6 +23,8 @@ import torch.distributed as dist
 from layouts import LAYOUTS
 from pool import RankPool, Ranks
 
+from checkpointing import manifest
+from checkpointing.box import Box
 from checkpointing.catalog import read_manifest
 from checkpointing.checkpoint_errors import (
     CheckpointError,
@@ -32,9 +34,11 @@ from checkpointing.checkpoint_errors import (
     StorageError,
 )
 from checkpointing.manifest import Manifest, decode
+from checkpointing.plans import TensorPiece, read_plan
 from checkpointing.restore import MODES, Places, restore
 from checkpointing.shards import Shard, whole
 from checkpointing.storage.local import LocalStorage
+from checkpointing.transfer import Routes
 from checkpointing.verify import verify
 
 
@@ -439,3 +443,27 @@ def test_a_rank_that_dies_while_restoring_is_noticed_by_the_others(tmp_path: Pat
         assert "rank" in pool._received(2)
     finally:
         pool.close()
+
+
+def received_in_a_part(rank: int, world: int) -> tuple[int, ...]:
+    """Bring bytes to three ranks of a part of the job, of which the last one is about other things."""
+    part = dist.new_group(list(range(world)), use_local_synchronization=True)
+    if rank == world - 1:
+        return ()
+    piece = TensorPiece("w", Box.whole((3,)), "U8", (3,))
+    tensors = {"w": manifest.Tensor("U8", (3,), "", (manifest.Chunk(piece.box, "file", 0, 3, ""),))}
+    (transfer,) = read_plan(tensors, {of: [piece] for of in range(world - 1)})
+    routes = Routes([transfer], part)
+    memory = torch.full((3,), rank + 1, dtype=torch.uint8)
+    for work in routes.post(transfer, memory):
+        work.wait()
+    routes.close()
+    return (transfer.reader, *memory.tolist())
+
+
+def test_a_part_of_the_job_s_ranks_makes_groups_without_the_others(ranks: Ranks) -> None:
+    """As pipeline stages do that have a path and a group each."""
+    *of_part, of_other = ranks(4).run(received_in_a_part)
+    reader = of_part[0][0]
+    assert of_part == [(reader, *[reader + 1] * 3)] * 3
+    assert of_other == ()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,13 +18,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import Shard as SplitDim
 from torch.nn.parallel import DistributedDataParallel
 
 from checkpointing import catalog
 from checkpointing.checkpoint_errors import MismatchError, NoCheckpointError, SaveFailedError, StorageError
+from checkpointing.options import Options
 from checkpointing.storage import open_storage
 from checkpointing.storage.local import LocalStorage
-from checkpointing.torch_state import LoopCheckpointer, meeting, restore, save
+from checkpointing.torch_state import LoopCheckpointer, loop_checkpointer, meeting, restore, save
 from launchers.host_network import free_port
 from tests.support.command_line import CommandLine, orchestra
 from tests.support.pages import DOCS, ROOT, blocks
@@ -196,6 +201,124 @@ def test_a_second_save_of_a_step_leaves_nothing_of_the_first(tmp_path: Path) -> 
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000005"]
 
 
+def steps_in(folder: Path) -> list[int]:
+    return catalog.committed_steps(open_storage(str(folder)))
+
+
+def test_steps_are_not_counted_anew_beside_later_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would be the first to go, and a restart would begin with the later ones."""
+    model = network()
+    for step in (100, 200, 300):
+        save(str(tmp_path), model, None, step)
+    # What this process has saved itself is its own affair; what it saved last stays.
+    save(str(tmp_path), model, None, 10)
+    assert 10 in steps_in(tmp_path)
+    # Another process.
+    monkeypatch.setattr(loop_checkpointer, "_known_steps", {})
+    there = steps_in(tmp_path)
+    with pytest.raises(
+        MismatchError, match=r"has step 300, from which this loop did not go on.*another path"
+    ):
+        save(str(tmp_path), model, None, 20)
+    assert restore(str(tmp_path), model) == 300
+    with pytest.raises(MismatchError, match=r"has step 300"):
+        save(str(tmp_path), model, None, 20)
+    assert steps_in(tmp_path) == there
+    # A later step that a restore found damaged is passed over.
+    (part,) = (tmp_path / "step-00000300").glob("*.safetensors")
+    part.write_bytes(part.read_bytes()[:-1] + b"?")
+    assert restore(str(tmp_path), model) == 200
+    save(str(tmp_path), model, None, 210)
+    assert 210 in steps_in(tmp_path)
+
+
+@pytest.mark.parametrize("step", [-1, 1.0, True])
+def test_a_step_is_a_whole_number(tmp_path: Path, step: int) -> None:
+    with pytest.raises(MismatchError, match=f"step={step}: expected a whole number"):
+        save(str(tmp_path), network(), None, step)
+    assert steps_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt(), RuntimeError("of the loop")])
+def test_whatever_ends_the_loop_the_save_under_way_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    create = LocalStorage.create
+
+    def slow(*arguments: object) -> object:
+        time.sleep(0.3)
+        return create(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(LocalStorage, "create", slow)
+
+    def left() -> None:
+        with LoopCheckpointer(str(tmp_path), network(), None) as checkpointer:
+            checkpointer.save(1, wait=False)
+            raise error
+
+    with pytest.raises(type(error)):
+        left()
+    assert steps_in(tmp_path) == [1]
+
+
+def test_the_best_are_kept_by_the_score_in_extra(tmp_path: Path) -> None:
+    options = Options(keep_last=1, keep_best=1)
+    with LoopCheckpointer(str(tmp_path), network(), None, options) as checkpointer:
+        for step, score in enumerate((9.0, 0.1, 5.0, 6.0), 1):
+            checkpointer.save(step, {"score": score})
+    assert steps_in(tmp_path) == [2, 4]
+
+
+class WithExtraState(nn.Module):
+    """Hands out a copy, which a restore would fill in vain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 3.0
+
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor(self.seen)
+
+
+def test_what_no_restore_could_fill_is_not_saved(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), WithExtraState())
+    with pytest.raises(MismatchError, match=r"model\.1\._extra_state is a copy .* put it into a buffer"):
+        save(str(tmp_path), model, None, 1)
+    assert steps_in(tmp_path) == []
+
+
+def test_numbers_that_are_not_finite_come_back_in_extra(tmp_path: Path) -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    given = {"scheduler": scheduler.state_dict(), "loss": [math.nan, -math.inf], 3: math.inf}
+    save(str(tmp_path), model, optimizer, 1, extra=given)
+    extra: dict[str | int, object] = {}
+    restore(str(tmp_path), model, optimizer, extra=extra)  # type: ignore[arg-type]
+    assert repr(extra) == repr(given)
+
+
+def test_what_a_newer_version_wrote_is_neither_passed_over_nor_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = network()
+    for step in (1, 2):
+        save(str(tmp_path), model, None, step)
+    manifest = tmp_path / "step-00000002" / "manifest.json"
+    document = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({**document, "schema_version": document["schema_version"] + 1}))
+    with pytest.raises(
+        NoCheckpointError, match=r"step-00000002/manifest.json: .* of a newer orchestra.*an older step"
+    ):
+        restore(str(tmp_path), model)
+    monkeypatch.setattr(loop_checkpointer, "_known_steps", {})
+    for step in (3, 4):
+        save(str(tmp_path), model, None, step)
+    assert steps_in(tmp_path) == [2, 3, 4]
+
+
 def test_a_group_meets_at_its_first_rank_s_own_address(monkeypatch: pytest.MonkeyPatch) -> None:
     """MASTER_ADDR is that of global rank 0's machine, whichever group it is."""
     monkeypatch.setenv("MASTER_ADDR", "localhost")
@@ -217,6 +340,10 @@ def test_ddp_saves_for_a_plain_model_and_partial_sums_are_refused(tmp_path: Path
         partial.register_buffer("sum", DTensor.from_local(torch.ones(2), mesh, [Partial()]))
         with pytest.raises(MismatchError, match=r"model.sum has the placements .*redistribute"):
             save(str(tmp_path / "other"), partial, None, 1)
+        empty = nn.Module()
+        empty.register_buffer("none", DTensor.from_local(torch.ones(0, 3), mesh, [SplitDim(0)]))
+        save(str(tmp_path / "empty"), empty, None, 1)
+        assert restore(str(tmp_path / "empty"), empty) == 1
     finally:
         dist.destroy_process_group()
     other = network(1)
