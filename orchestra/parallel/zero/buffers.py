@@ -481,11 +481,12 @@ def _fill_ranges(
 
 class SpareMemory:
     """Flat tensors of one dtype that nobody uses at the moment; whoever takes them decides how many. They are
-    used again and again for a while: fresh memory of such sizes costs as much as filling it.
+    used again and again for a while: fresh memory of such sizes costs as much as filling it. `largest`: the
+    most elements that are ever asked for; the first one has them, and is never replaced by another.
     """
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+    def __init__(self, dtype: torch.dtype, largest: int = 0) -> None:
+        self._dtype, self._first = dtype, largest
         self._spare: list[Tensor] = []
 
     def __bool__(self) -> bool:
@@ -497,12 +498,17 @@ class SpareMemory:
         """Bytes of what is there."""
         return sum(memory.nbytes for memory in self._spare)
 
+    def has(self, size: int) -> bool:
+        """Whether memory of at least `size` elements is there."""
+        return any(size <= memory.numel() for memory in self._spare)
+
     def suits(self, size: int) -> bool:
         """Whether memory of at least `size` elements is there, and of at most twice as many."""
         return any(size <= memory.numel() <= 2 * size for memory in self._spare)
 
-    def take(self, size: int, device: torch.device) -> Tensor:
-        """Return memory of at least `size` elements, with finite numbers of no meaning in it.
+    def take(self, size: int, device: torch.device, *, is_held: bool = False) -> Tensor:
+        """Return memory of at least `size` elements, with finite numbers of no meaning in it. `is_held`: for
+        so long that others should not miss what it is larger.
 
         Where none of what is there suffices, one of it is replaced, so that no more of it gathers than was
         ever in use at a time.
@@ -512,6 +518,8 @@ class SpareMemory:
             return self._spare.pop(min(fitting, key=lambda number: self._spare[number].numel()))
         if self._spare:
             self._spare.pop()
+        if not is_held:
+            size, self._first = max(size, self._first), 0
         return torch.zeros(size, dtype=self._dtype, device=device)
 
     def give(self, memory: Tensor) -> None:

@@ -57,6 +57,13 @@ class _Gradients:
     missing: list[int] = field(default_factory=list)
     is_begun: list[bool] = field(default_factory=list)
 
+    @property
+    def is_held(self) -> bool:
+        """Whether the loss begins it and the embedding ends it, as that of a tied table: memory that it takes
+        is missing to the layers between them.
+        """
+        return max(self.uses) > 1
+
     def begin(self, num_micro_batches: int = 1) -> None:
         """Expect the gradients of a micro-batch, or of several together."""
         self.missing = [num_micro_batches * number for number in self.uses]
@@ -111,11 +118,13 @@ class Reducer:
         self.later = LaterGradients()
         self._under_way: deque[_UnderWay] = deque()
         self._of_replicas: list[Pending] = []
-        self._spare = SpareMemory(precision.reduce)
         self._watchers: list[Watcher] = []
         self._of_apart: Watcher | None = None
         self._apart: dict[str, Tensor] | None = None
         self._units = [self._made(unit, direct) for unit in units.units]
+        passing = [each for each in self._units if not (each.keeps_whole or each.is_held)]
+        largest = max((each.unit.layout.size for each in passing), default=0)
+        self._spare = SpareMemory(precision.reduce, largest)
         for gradients in self._units:
             gradients.begin()
         self._micro_batches = {unit.part: _MicroBatch() for unit in units.units}
@@ -273,12 +282,11 @@ class Reducer:
             _keep(gradients, torch.empty_like(unit.whole, dtype=self._dtype))
             return
         size = unit.layout.size
-        # The loss begins the unit of a tied table and the embedding ends it: memory that it takes is missing
-        # to the layers between them. What is under way then was mostly sent before the forward pass.
-        is_held = max(gradients.uses) > 1
-        while self._under_way and not (self._spare.suits(size) if is_held else self._spare):
+        is_held = gradients.is_held
+        # What is under way at the loss was mostly sent before the forward pass.
+        while self._under_way and not (self._spare.suits(size) if is_held else self._spare.has(size)):
             self._complete()
-        memory = self._spare.take(size, unit.whole.device)
+        memory = self._spare.take(size, unit.whole.device, is_held=is_held)
         gradients.whole = memory
         gradients.views = unit.whole_views(memory)
 

@@ -31,18 +31,19 @@ def message_bytes(shape: TrainingShape, stage: PipelineStage, parts: RankParamet
     others = shape.without_table_apart(stage, parts)
     of_others = gradient_units(shape, stage, others, width.gradients)
     filling = max(of_others, default=0.0) if shape.zero >= 2 else 0.0
-    if shape.zero == 2:
-        filling = max(filling, _filling_at_experts(shape, stage, others))
     is_tied = shape.model.tie_word_embeddings and shape.layout.pp == 1
     if shape.zero >= 2 and is_tied and stage.has_embedding and stage.has_head:
         # The loss begins the unit of a tied table, and the embedding, last in the backward pass, ends it.
         filling = max(filling, units[-1] + max(units[:-1], default=0.0))
+    if shape.zero == 2:
+        filling += _filling_beside(shape, stage, others)
     return (filling + direct) * reduce
 
 
-def _filling_at_experts(shape: TrainingShape, stage: PipelineStage, parts: RankParameters) -> float:
-    """Return the most elements of ZeRO-2's units that fill while the backward pass is in a layer's experts:
-    one of theirs, or all three matrices' where one expert follows the other; and what was unfinished before.
+def _filling_beside(shape: TrainingShape, stage: PipelineStage, parts: RankParameters) -> float:
+    """Return the most elements that ZeRO-2's units take beside the memory of the largest one, while the
+    backward pass is in a layer's experts: one unit of theirs fills, or all three matrices' where one expert
+    follows the other, and mostly one that was begun before, which may have the largest one's memory.
     """
     mixtures = parts.num_mixtures_of(stage)
     if not mixtures or (shape.num_expert_shards == 1 and shape.layout.ep > 1):
@@ -60,11 +61,11 @@ def _most_filling(stage: PipelineStage, parts: RankParameters, least: float, *, 
     of_others = _Units(buckets((*others, parts.before * stage.has_embedding), least))
     of_experts = _Units(buckets(parts.of_experts * mixtures, least))
     of_layer = sum(parts.of_experts)
-    most, before = 0.0, others[0]
+    most, before = 0.0, float(others[0])
     for layer, tensors in enumerate(layers[:mixtures]):
         touched = of_experts.touched(layer * of_layer, (layer + 1) * of_layer)
-        open_now = of_others.touched(before, before)
-        most = max(most, sum(open_now) + (max(touched) if at_once else sum(touched)))
+        besides = 0.0 if of_others.touched(before, before) else max(touched)
+        most = max(most, (max(touched) if at_once else sum(touched)) - besides)
         before += sum(tensors)
     return most
 
