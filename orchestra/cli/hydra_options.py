@@ -93,6 +93,8 @@ def answered(arguments: Namespace, verb: str) -> bool:
         if value and not arguments.cfg:
             meant = f"; a partition is cluster.partition={value}" if option == "--package" else ""
             raise ConfigError(f"{option} belongs to --cfg job; add that, or leave it out{meant}")
+    # As it was typed: some of the planner's modes take no configuration, or then the run's own.
+    arguments.typed = list(arguments.overrides)
     typed = with_search_path(arguments.overrides, [*(arguments.config_dir or ()), *home.searchpath])
     arguments.overrides = home.overrides(typed, verb)
     if not (arguments.cfg or arguments.info):

@@ -29,7 +29,7 @@ from yaml import YAMLError
 
 from conf.schema import CheckpointConfig, Config, LauncherName, ModelConfig, Source
 from orchestra.config.home import chooses_cluster
-from orchestra.config.keys import shown
+from orchestra.config.keys import misplaced_elements, shown
 from orchestra.config.machine import Situation, resolved, this_machine, tokens_per_step
 from orchestra.config.overrides import SEARCH_PATH, Checked, check_overrides
 from orchestra.config.plugin_facts import plugin_facts
@@ -141,6 +141,9 @@ def merge(checked: Checked) -> tuple[Any, dict[str, str]]:
     try:
         with hydra.initialize_config_dir(str(own_folder()), job_name="orchestra", version_base="1.3"):
             whole = hydra.compose(_MAIN, checked.accepted, return_hydra_config=True)
+    except RecursionError as error:
+        names = ", ".join(f"{group}={preset}" for group, preset in checked.presets.items())
+        raise ConfigError(f"the defaults of {names}: a preset leads back to itself in them") from error
     except _UNUSABLE as error:
         raise ConfigError(_tree_problems(checked) or [in_one_line(error)]) from error
     choices = OmegaConf.to_container(whole.hydra.runtime.choices)
@@ -189,6 +192,8 @@ def typed(values: Any) -> Config:
         raise ConfigError([f"{name}: no value given (???); set {name}=…" for name in missing]) from error
     except OmegaConfBaseException as error:
         raise unfit(error) from error
+    if problems := list(misplaced_elements(config)):
+        raise ConfigError(problems)
     faults = spelled(config.recovery.inject)
     return replace(config, recovery=replace(config.recovery, inject=faults))
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 from conf.schema import Config
@@ -182,6 +183,20 @@ def element_problems(key: Key, name: str, elements: Any) -> Iterator[str]:
                 meant = nearest(str(child), known)
                 hint = f"did you mean {meant}?" if meant else f"an element has {', '.join(known)}"
                 yield f"{name}[{index}].{child}: no such key; {hint}"
+
+
+def misplaced_elements(config: Config) -> Iterator[str]:
+    """Yield a sentence for each list or section in a list of plain values, which OmegaConf lets pass."""
+    for key in known_keys().values():
+        hint = _without_none(key.type)
+        inner = typing.get_args(hint)[0] if typing.get_origin(hint) is list else None
+        if inner not in _NUMBER_WORDS:
+            continue
+        for index, element in enumerate(attrgetter(key.name)(config) or ()):
+            if isinstance(element, (list, tuple, dict)):
+                quoted = "; in YAML a text with `: ` in it stands in quotes" if inner is str else ""
+                found = f"{key.name}[{index}]={shown(element)}: found {_kind(element)}"
+                yield f"{found}, expected {_accepted(inner)}{quoted}"
 
 
 def _expected(key: Key) -> str:

@@ -152,6 +152,10 @@ def _sweep_problem(override: Override) -> str | None:
     return None
 
 
+# How a sweep runs, which no member is made another by.
+_OF_THE_SWEEP = ("cluster.array_throttle", "cluster.members_at_once", "cluster.members_per_node")
+
+
 def common_key_problem(override: Override) -> str | None:
     """Return the sentence for a swept key that all members of a sweep, or of a sweeper, have in common."""
     key, text = override.key_or_group, str(override.input_line)
@@ -163,6 +167,8 @@ def common_key_problem(override: Override) -> str | None:
             f"{text}: the members of a sweep share one name, folder and metric; give {key} once: "
             f"members are called NAME/000, NAME/001 and so on"
         )
+    if key in _OF_THE_SWEEP:
+        return f"{text}: it says how the sweep runs, and its members would be the same; give {key} once"
     return None
 
 

@@ -226,7 +226,7 @@ def plan_pack(request: PackRequest) -> PackPlan:
 
 
 def _problems_of_output(prefix: str) -> list[str]:
-    if not prefix or prefix.endswith("/"):
+    if not prefix or prefix.endswith("/") or prefix.rpartition("/")[2] in (".", ".."):
         return [f"--output {prefix}: names a folder; give a PREFIX, as in folder/name"]
     try:
         system, path = file_system(prefix)

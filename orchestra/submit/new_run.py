@@ -16,6 +16,7 @@ import itertools
 import json
 import os
 import platform
+import re
 import secrets
 import shutil
 import socket
@@ -44,6 +45,8 @@ PACKAGES = ("conf", "orchestra", "launchers", "checkpointing")
 # The packages themselves have less than 3 MiB; whoever keeps data among them would copy it for every run.
 _MAX_BYTES = 32 * MIB
 _NUM_LARGEST = 3
+# What a run's name has not (run.name), and how much of it a model's may be.
+_NOT_OF_NAMES, _LONGEST_MODEL = re.compile(r"[^A-Za-z0-9._-]+"), 60
 _left_out = shutil.ignore_patterns("__pycache__", ".*", "*.pyc", "*~")
 _GIT_TIMEOUT_S = 5.0
 # What Weights & Biases accepts as an id, and short enough to be typed.
@@ -193,7 +196,9 @@ def planned_run(request: RunRequest, now: float) -> RunDir:
     name, parent = request.config.run.name, parent_of_runs(request.config)
     if name is None:
         stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
-        return RunDir(parent / f"{request.config.model.name}-{stamp}-{request.signature[:6]}")
+        # A model may be called org/name, and longer than a file.
+        model = _NOT_OF_NAMES.sub("-", request.config.model.name).lstrip("-._")[:_LONGEST_MODEL] or "run"
+        return RunDir(parent / f"{model}-{stamp}-{request.signature[:6]}")
     run = RunDir(parent / name)
     if os.path.lexists(run.path):
         raise ConfigError(name_taken(run))

@@ -56,7 +56,7 @@ def case_for(config: Config, arguments: Namespace) -> PlanCase:
 def refuse_configuration(option: str, source: str, arguments: Namespace, *others: str) -> None:
     """Raise ConfigError where overrides, --framework or `others` stand beside an option that takes none."""
     framework = [f"--framework {arguments.framework}"] if arguments.framework is not None else []
-    words = [*arguments.overrides, *others, *framework]
+    words = [*arguments.typed, *others, *framework]
     if words:
         raise ConfigError(f"{option} takes everything from {source}; leave out {' '.join(words)}")
 

@@ -129,7 +129,7 @@ def _of_run(arguments: Namespace) -> tuple[Config, Times, dict[str, str]]:
         raise ConfigError(
             f"--like {arguments.like}: {run_dir.path} has no attempt yet; give a run that trained"
         )
-    if arguments.overrides:
+    if arguments.typed:
         # Another model or layout: its own step time, the run's saves and starts.
         config, times, sources = _planned(arguments)
         known.pop("step_s", None)

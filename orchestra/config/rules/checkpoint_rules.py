@@ -66,6 +66,22 @@ def rule_checkpoint_steps(config: Config, _: Situation) -> Iterator[str]:
 def rule_checkpoint_place(config: Config, situation: Situation) -> Iterator[str]:
     """A URL's protocol must be known here and one to write to; a local folder one that can be written."""
     yield from _place_problems("checkpoint.dir", config.checkpoint.dir, situation)
+    yield from _of_a_node("checkpoint.dir", config)
+
+
+def _of_a_node(key: str, config: Config) -> Iterator[str]:
+    """What only one node of a job sees, of the two places."""
+    place = config.checkpoint.dir if key == "checkpoint.dir" else config.checkpoint.fallback_dir
+    folder = None if place is None else local_folder(place)
+    if folder is None or config.cluster.launcher is not LauncherName.slurm:
+        return
+    of_node = next((root for root in _OF_A_NODE if folder.is_relative_to(root)), None)
+    # Where the runs lie there, all nodes see it.
+    if of_node is not None and not Path(absolute(config.run.dir)).is_relative_to(of_node):
+        yield (
+            f"{key}={place}: {of_node} is each node's own, and no other node or later job "
+            "would find a checkpoint there; give a folder that all nodes see, or a URL such as s3://bucket/x"
+        )
 
 
 def rule_fallback_place(config: Config, situation: Situation) -> Iterator[str]:
@@ -74,21 +90,13 @@ def rule_fallback_place(config: Config, situation: Situation) -> Iterator[str]:
     if place is None or not place.strip():
         return
     yield from _place_problems("checkpoint.fallback_dir", place, situation)
-    own, folder = config.checkpoint.dir, local_folder(place)
+    own = config.checkpoint.dir
     if own is not None and f"{place.rstrip('/')}/".startswith(f"{own.rstrip('/')}/"):
         yield (
             f"checkpoint.fallback_dir={place} lies in checkpoint.dir={own} itself: what fails there fails "
             "here; give a folder on another storage"
         )
-    if folder is None or config.cluster.launcher is not LauncherName.slurm:
-        return
-    of_node = next((root for root in _OF_A_NODE if folder.is_relative_to(root)), None)
-    # Where the runs lie there, all nodes see it.
-    if of_node is not None and not Path(absolute(config.run.dir)).is_relative_to(of_node):
-        yield (
-            f"checkpoint.fallback_dir={place}: {of_node} is each node's own, and no other node or later job "
-            "would find a checkpoint there; give a folder that all nodes see, or a URL such as s3://bucket/x"
-        )
+    yield from _of_a_node("checkpoint.fallback_dir", config)
 
 
 def _place_problems(key: str, place: str | None, situation: Situation) -> Iterator[str]:

@@ -176,6 +176,12 @@ _NOT_EMPTY = (
     "checkpoint.fallback_dir",
     "run.dir",
     "wandb.project",
+    "cluster.account",
+    "cluster.qos",
+    "cluster.constraint",
+    "cluster.network.interface",
+    "cluster.container.image",
+    "cluster.container.prefix",
 )
 # What reaches batch scripts: options, and folders that a container is given.
 _SECTIONS_OF_SCRIPTS = ("cluster", "run", "data", "model", "checkpoint")

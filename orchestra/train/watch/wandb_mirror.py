@@ -494,4 +494,7 @@ def _set_autogroup(nice: int) -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # nothing leaves the machine unasked
+    if not os.access(os.path.expanduser("~"), os.W_OK):  # noqa: PTH111  a home that is none stays `~`
+        # Staging files go there otherwise.
+        os.environ.setdefault("WANDB_DATA_DIR", str(RunDir(Path(sys.argv[1])).wandb))
     sys.exit(mirror(RunDir(Path(sys.argv[1])), int(sys.argv[2])))

@@ -67,6 +67,7 @@ submit cluster.nodes=4..2 {CFG} -> 2 ends below its begin; use cluster.nodes=2..
 generate RUN text --top-p 0 -> 2 above 0, at most 1
 generate RUN text --seed 99999999999999999999 -> 2 give a number, at most 4611686018427387904
 submit -m run.name=a,b --dry-run -> 2 members of a sweep share one name
+run -m train.seed=1,2 cluster.members_at_once=1,2 -> 2 says how the sweep runs
 run hydra/launcher=submitit_slurm -> 2 Hydra's own settings
 run hydra.run.dir=x -> 2 Hydra's own settings
 run hydra.verbose=true -> 2 Hydra's own settings

@@ -73,6 +73,20 @@ def test_defaults_of_the_home_come_before_what_is_typed(home: Path, orchestra: C
     assert all(word in info for word in (str(home), "cluster=lab", "run_dir="))
 
 
+def test_what_takes_no_overrides_takes_none_of_the_home_s(home: Path, orchestra: CommandLine) -> None:
+    home.write_text(f"searchpath: [{home.parent}]\ncluster: slurm\n")
+    Path("cases.csv").write_text("model,gpus\n")
+    run = made(Path("runs", "first"))
+    write_config(run.config, compose(["run.name=first"], Situation("run")).config)
+    orchestra("plan", "--scan", "first")
+    for words in (["--table", "cases.csv"], ["--calibrate", "first"]):
+        assert "leave out" not in orchestra("plan", *words, code=EXIT_USAGE).err
+    # Of a run, and not of what the home would have planned.
+    assert "no attempt yet" in orchestra("plan", "--goodput", "--like", "first", code=EXIT_USAGE).err
+    refused = orchestra("plan", "--table", "cases.csv", "train.steps=3", code=EXIT_USAGE).err
+    assert "leave out train.steps=3" in refused
+
+
 @pytest.mark.parametrize("verb", ["run", "doctor", "bench network", "rehearse first"])
 def test_every_verb_with_overrides_finds_the_presets_of_the_home(
     verb: str, home: Path, orchestra: CommandLine

@@ -358,6 +358,7 @@ rule_checkpoint_place
     checkpoint.dir=https://b/c -> https:// cannot hold | s3://
     checkpoint.dir=zip:///tmp/a.zip -> zip:// cannot hold checkpoints
     checkpoint.dir=zip://a.zip::s3://b/c -> zip:// cannot hold
+    cluster.launcher=slurm  run.dir=/shared  checkpoint.dir=/dev/shm/x -> each node's own | all nodes
 rule_fallback_place
     checkpoint.fallback_dir=s4://b -> checkpoint.fallback_dir=s4://b | no protocol s4://
     checkpoint.dir=/a/b  checkpoint.fallback_dir=/a/b/c -> checkpoint.dir=/a/b itself | another storage

@@ -183,6 +183,11 @@ def test_a_refused_value_is_not_blamed_for_being_missing() -> None:
         ("train.recompute=some", ["expected one of none, selective, full"]),
         ("precision.reduce_dtype=fp64", ["one of fp32, bf16, fp16 or null"]),
         ("optim.betas=0.9", ["expected a list, each element a number", "optim.betas=[0.9,0.95]"]),
+        ("optim.betas=[[0.9],0.95]", ["optim.betas[0]=[0.9]: found a list, expected a number"]),
+        ("parallelism.stages=[2,[2]]", ["parallelism.stages[1]=[2]: found a list, expected a whole number"]),
+        ("wandb.tags=[{a: b}]", ["wandb.tags[0]={a:b}: found a section {…}, expected text"]),
+        ("cluster.account=", ["cluster.account is empty"]),
+        ("cluster.container.prefix=' '", ["cluster.container.prefix is empty"]),
         ("data.blend=[{pth: x}]", ["data.blend[0].pth: no such key; did you mean path?"]),
         ("data.blend=[x]", ["a list of {path, weight, name}"]),
         ("train.steps=", ["train.steps is empty; expected a whole number, e.g. train.steps=100"]),
@@ -265,6 +270,22 @@ def test_a_mistake_inside_a_file_names_the_file(tmp_path: Path, text: str, words
     (problem,) = problems(f"hydra.searchpath=[{tmp_path}]", "experiment=mine")
     assert all(word in problem for word in words), problem
     assert "Interpolation" in problem or str(file) in problem
+
+
+def test_a_text_that_yaml_takes_for_a_section_is_explained(tmp_path: Path) -> None:
+    (tmp_path / "cluster").mkdir()
+    (tmp_path / "cluster" / "lab.yaml").write_text("launcher: slurm\nsetup:\n  - echo starting: here\n")
+    (problem,) = problems(f"hydra.searchpath=[{tmp_path}]", "cluster=lab")
+    assert "cluster.setup[0]={echo starting:here}: found a section" in problem
+    assert "in quotes" in problem
+
+
+def test_presets_that_lead_back_to_themselves_are_named(tmp_path: Path) -> None:
+    (tmp_path / "optim").mkdir()
+    (tmp_path / "optim" / "mine.yaml").write_text("defaults: [mine]\n")
+    (problem,) = problems(f"hydra.searchpath=[{tmp_path}]", "optim=mine")
+    assert "optim=mine" in problem
+    assert "leads back to itself" in problem
 
 
 def test_an_experiment_without_its_package_line_is_explained(tmp_path: Path) -> None:

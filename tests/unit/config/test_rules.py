@@ -345,8 +345,8 @@ def test_a_batch_size_that_nobody_gave_is_written_down(changes: Change, size: in
 
 def test_a_checkpoint_must_fit_the_disk_it_goes_to(tmp_path: Path) -> None:
     free = shutil.disk_usage(tmp_path).free
-    # Just enough tokens that 12 bytes for each of their parameters are more than what is free.
-    changes: Change = {"model.vocab_size": free // (12 * 256) + 1, "model.tie_word_embeddings": False}
+    # So many tokens that 12 bytes for each of their parameters are twice what is free, which others change.
+    changes: Change = {"model.vocab_size": 2 * free // (12 * 256), "model.tie_word_embeddings": False}
     huge = Situation("run", num_gpus=0, num_cores=2, memory_bytes=2**60)
     on_disk: Change = {**changes, "run.dir": str(tmp_path)}
     for of in (on_disk, {**changes, "checkpoint.dir": f"file://{tmp_path}/new"}):

@@ -33,6 +33,22 @@ def test_an_existing_name_is_refused_whatever_it_is(tmp_path: Path) -> None:
             planned_run(_request(tmp_path, name), now=0.0)
 
 
+@pytest.mark.parametrize(
+    ("model", "begin"),
+    [("org/llama 3", "org-llama-3-"), ("../esc", "esc-"), ("-x", "x-"), ("…", "run-"), ("a" * 300, "a" * 60)],
+)
+def test_a_run_is_called_by_its_model_as_far_as_that_names_a_folder(
+    tmp_path: Path, model: str, begin: str
+) -> None:
+    request = _request(tmp_path, None)
+    named = dataclasses.replace(request.config.model, name=model)
+    config = dataclasses.replace(request.config, model=named)
+    run = planned_run(dataclasses.replace(request, config=config), 0.0)
+    assert run.path.parent == tmp_path
+    assert run.name.startswith(begin)
+    assert len(run.name) < 100
+
+
 def test_two_that_want_the_same_name_at_once_do_not_share_it(tmp_path: Path) -> None:
     request = _request(tmp_path)
     first, second = planned_run(request, 0.0), planned_run(request, 0.0)
