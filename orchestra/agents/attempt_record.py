@@ -87,7 +87,9 @@ class AttemptRecord:
             if ended_after < steps:
                 verdict = Verdict(EXIT_STOPPED, StopRequested.__name__, UNHEARD, step=ended_after)
         if not self.run.events.is_dir() and verdict.code != EXIT_INTERRUPTED:
-            gone = f"{self.run.path} was removed while it trained, and its records with it"
+            gone = f"{self.run.path} was removed or renamed while it trained, and its records with it"
+            if self.run.checkpoints.is_dir():
+                gone += f"; what it saved since then lies in {self.run.checkpoints}"
             verdict = Verdict(EXIT_FAILED, stop_requests.REMOVED, gone)
         verdict = amended(verdict)
         with contextlib.suppress(OSError):
