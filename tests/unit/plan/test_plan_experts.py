@@ -158,7 +158,6 @@ def test_real_and_forced_routing_are_told_apart(plan: PlanCommand) -> None:
     ("overrides", "words"),
     [
         (["model=mixtral_8x7b", "parallelism.ep=3"], "1, 2, 4 or 8"),
-        (["model=mixtral_8x7b", "parallelism.offload=optimizer"], "parallelism.offload=none"),
         (["model=gpt2_xl", "model.num_experts=4"], "model.family"),
     ],
 )
@@ -166,6 +165,19 @@ def test_what_cannot_be_is_refused_with_what_to_do(
     overrides: list[str], words: str, plan: PlanCommand
 ) -> None:
     assert words in plan.refusal(*overrides)
+
+
+def test_a_mixture_s_state_may_lie_in_host_memory(plan: PlanCommand) -> None:
+    """With experts shared out: each rank's part leaves the device, and its host's memory is told."""
+    sizes = ["train.seq_len=2048", "train.micro_batch_size=1", "train.global_batch_size=64", "precision=bf16"]
+    layout = ["parallelism=zero1", "parallelism.ep=4", "cluster.nodes=4", "cluster.hardware=h100"]
+    typed = ["model=qwen3_30b_a3b", "cluster=slurm", "cluster.gpus_per_node=8", *sizes, *layout]
+    kept, moved = plan.facts(*typed), plan.facts(*typed, "parallelism.offload=optimizer")
+    # Twelve bytes of each parameter that a rank owns: experts over 8 ranks, the rest over 32.
+    total, experts = 30_532_122_624, 48 * 128 * 3 * 2048 * 768
+    state = 12 * (experts / 4 / 8 + (total - experts) / 32)
+    found = kept["peak_memory_bytes"] - moved["peak_memory_bytes"]
+    assert found == pytest.approx(state, rel=0.01)
 
 
 def test_plan_shows_what_is_active(plan: PlanCommand) -> None:

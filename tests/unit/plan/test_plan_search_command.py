@@ -223,7 +223,6 @@ def test_where_nothing_fits_the_nearest_and_what_helps_are_named(plan: PlanComma
         ([*MODEL, "--top", "0"], "expected 1 or more"),
         ([*OFFLOADED, "parallelism.zero=1"], "parallelism.offload=all needs parallelism.zero=3"),
         ([*ON_DISK], "parallelism.offload_dir=null with parallelism.offload=optimizer_disk; give"),
-        (["model=mixtral_8x7b", "parallelism.offload=all"], "offload=all is not planned for mixtures"),
         (["optim=muon", *ON_DISK[:-1], "parallelism.offload=all"], "AdamW alone does"),
     ],
 )
