@@ -37,6 +37,9 @@ def message_bytes(shape: TrainingShape, stage: PipelineStage, parts: RankParamet
         filling = max(filling, units[-1] + max(units[:-1], default=0.0))
     if shape.zero == 2:
         filling += _filling_beside(shape, stage, others)
+    if shape.zero == 1 and reduce != width.gradients:
+        # What is summed in another type is copied; a tied table last, when activations are gone.
+        filling = max(units[:-1] if is_tied else units, default=0.0)
     return (filling + direct) * reduce
 
 

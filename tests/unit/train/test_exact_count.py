@@ -94,6 +94,7 @@ def test_closed_forms_meet_the_count_with_an_output_product_in_fp8(choice: tuple
         ("train.recompute_budget_gib=0.4",),
         ("optim.state_dtype=bf16",),
         ("precision.reduce_dtype=fp32",),
+        ("precision.reduce_dtype=fp32", "parallelism=zero1", "model.tie_word_embeddings=false"),
         ("parallelism=zero1", "parallelism.offload=optimizer"),
         ("parallelism=zero3", "parallelism.offload=all"),
         ("parallelism=zero2", *ON_DISK),
