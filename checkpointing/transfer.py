@@ -41,7 +41,7 @@ class Placement:
             return None
         part = transfer.parts[0]
         for shard, is_unshared in self._of_name.get(part.name, ()):
-            if is_unshared and shard.tensor.device.type == device.type:
+            if is_unshared and shard.tensor.device == device:
                 place = _filled_by(part, shard)
                 if place is not None:
                     return as_bytes(place)

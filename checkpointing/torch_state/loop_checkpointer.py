@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from types import TracebackType
@@ -181,8 +182,10 @@ class LoopCheckpointer:
             document: dict[str, Any] = {}
             if self._peers.is_coordinator:
                 document = {"optimizer": self._state.optimizer_document(), "extra": encoded(dict(extra))}
-                # What `keep_best` compares.
-                document |= {key: extra[key] for key in ("score", "score_of") if key in extra}
+                score = extra.get("score")
+                if isinstance(score, int | float) and math.isfinite(score):
+                    # What `keep_best` compares.
+                    document["score"] = score
         except MismatchError as error:
             return [], {}, error
         return shards, document, None

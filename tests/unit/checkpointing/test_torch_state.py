@@ -266,7 +266,7 @@ def test_whatever_ends_the_loop_the_save_under_way_is_made(
 def test_the_best_are_kept_by_the_score_in_extra(tmp_path: Path) -> None:
     options = Options(keep_last=1, keep_best=1)
     with LoopCheckpointer(str(tmp_path), network(), None, options) as checkpointer:
-        for step, score in enumerate((9.0, 0.1, 5.0, 6.0), 1):
+        for step, score in enumerate((9.0, 0.1, 5.0, math.nan), 1):
             checkpointer.save(step, {"score": score})
     assert steps_in(tmp_path) == [2, 4]
 
