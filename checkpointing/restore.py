@@ -381,7 +381,7 @@ def _offered(
     if "unlisted" in offer:
         raise StorageError(offer["unlisted"])
     if "newer" in offer:
-        raise NoCheckpointError(f"{places.words}: {offer['newer']}, or ask for an older step")
+        raise NoCheckpointError(f"{places.words}: {offer['newer']}; an older step has to be asked for")
     if "absent" in offer:
         there = ", ".join(map(str, offer["there"])) or "none"
         raise NoCheckpointError(

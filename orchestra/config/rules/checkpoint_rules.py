@@ -66,12 +66,11 @@ def rule_checkpoint_steps(config: Config, _: Situation) -> Iterator[str]:
 def rule_checkpoint_place(config: Config, situation: Situation) -> Iterator[str]:
     """A URL's protocol must be known here and one to write to; a local folder one that can be written."""
     yield from _place_problems("checkpoint.dir", config.checkpoint.dir, situation)
-    yield from _of_a_node("checkpoint.dir", config)
+    yield from _of_a_node("checkpoint.dir", config.checkpoint.dir, config)
 
 
-def _of_a_node(key: str, config: Config) -> Iterator[str]:
-    """What only one node of a job sees, of the two places."""
-    place = config.checkpoint.dir if key == "checkpoint.dir" else config.checkpoint.fallback_dir
+def _of_a_node(key: str, place: str | None, config: Config) -> Iterator[str]:
+    """What only one node of a job sees."""
     folder = None if place is None else local_folder(place)
     if folder is None or config.cluster.launcher is not LauncherName.slurm:
         return
@@ -96,7 +95,7 @@ def rule_fallback_place(config: Config, situation: Situation) -> Iterator[str]:
             f"checkpoint.fallback_dir={place} lies in checkpoint.dir={own} itself: what fails there fails "
             "here; give a folder on another storage"
         )
-    yield from _of_a_node("checkpoint.fallback_dir", config)
+    yield from _of_a_node("checkpoint.fallback_dir", place, config)
 
 
 def _place_problems(key: str, place: str | None, situation: Situation) -> Iterator[str]:

@@ -482,16 +482,12 @@ def _fill_ranges(
 class SpareMemory:
     """Flat tensors of one dtype that nobody uses at the moment; whoever takes them decides how many. They are
     used again and again for a while: fresh memory of such sizes costs as much as filling it. `largest`: the
-    most elements that are ever asked for; the first one has them, and is never replaced by another.
+    most elements that are asked for but to be held; the first one that is not has them.
     """
 
     def __init__(self, dtype: torch.dtype, largest: int = 0) -> None:
         self._dtype, self._first = dtype, largest
         self._spare: list[Tensor] = []
-
-    def __bool__(self) -> bool:
-        """Whether any is there."""
-        return bool(self._spare)
 
     @property
     def num_bytes(self) -> int:

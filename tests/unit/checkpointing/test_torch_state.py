@@ -309,9 +309,8 @@ def test_what_a_newer_version_wrote_is_neither_passed_over_nor_removed(
     manifest = tmp_path / "step-00000002" / "manifest.json"
     document = json.loads(manifest.read_text())
     manifest.write_text(json.dumps({**document, "schema_version": document["schema_version"] + 1}))
-    with pytest.raises(
-        NoCheckpointError, match=r"step-00000002/manifest.json: .* of a newer orchestra.*an older step"
-    ):
+    told = r"step-00000002/manifest.json: .* of a newer orchestra.*an older step has to be asked for"
+    with pytest.raises(NoCheckpointError, match=told):
         restore(str(tmp_path), model)
     monkeypatch.setattr(loop_checkpointer, "_known_steps", {})
     for step in (3, 4):

@@ -81,8 +81,10 @@ def test_what_takes_no_overrides_takes_none_of_the_home_s(home: Path, orchestra:
     orchestra("plan", "--scan", "first")
     for words in (["--table", "cases.csv"], ["--calibrate", "first"]):
         assert "leave out" not in orchestra("plan", *words, code=EXIT_USAGE).err
-    # Of a run, and not of what the home would have planned.
-    assert "no attempt yet" in orchestra("plan", "--goodput", "--like", "first", code=EXIT_USAGE).err
+    # Of a run, whose own steps count, and not of what the home would have planned.
+    EventWriter(run, "agent", 0).write("attempt_started", world_size=1)
+    words = ["plan", "--goodput", "--like", "first"]
+    assert "no step of first is recorded yet" in orchestra(*words, code=EXIT_USAGE).err
     refused = orchestra("plan", "--table", "cases.csv", "train.steps=3", code=EXIT_USAGE).err
     assert "leave out train.steps=3" in refused
 
