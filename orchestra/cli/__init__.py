@@ -118,7 +118,8 @@ class Parser(argparse.ArgumentParser):
 
         option, _, value = word.partition("=")
         takes_keys = any(action.dest == "overrides" for action in self._actions)
-        if option.startswith("--") and takes_keys and (key := _key_meant(option[2:], value)) is not None:
+        is_key = option.startswith("--") or "." in option
+        if is_key and takes_keys and (key := _key_meant(option.lstrip("-"), value)) is not None:
             return key
         if takes_keys and (letter := _letter_meant(word)) is not None:
             return letter

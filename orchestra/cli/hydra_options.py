@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestra.cli.text import figures
+from orchestra.cli.text.resolve import path_argument
 from orchestra.config.descriptions import group_names
 from orchestra.config.home import Home, chooses_cluster, home_file, read_home
 from orchestra.errors import ConfigError
@@ -63,7 +64,13 @@ def add_hydra_options(parser: ArgumentParser) -> None:
 
 def add_config_dir(parser: ArgumentParser) -> None:
     """Add --config-dir."""
-    parser.add_argument("--config-dir", "-cd", action="append", metavar="DIR", help="a folder with presets")
+    parser.add_argument(
+        *("--config-dir", "-cd"),
+        type=path_argument,
+        action="append",
+        metavar="DIR",
+        help="a folder with presets",
+    )
 
 
 def with_presets(arguments: Namespace) -> list[str]:
@@ -110,7 +117,7 @@ def answered(arguments: Namespace, verb: str) -> bool:
     return True
 
 
-def with_search_path(overrides: Sequence[str], folders: Sequence[str]) -> list[str]:
+def with_search_path(overrides: Sequence[str], folders: Sequence[str | Path]) -> list[str]:
     """Return overrides whose hydra.searchpath has `folders` after its own; one that cannot be read stays as
     it is, to be refused.
     """

@@ -17,11 +17,11 @@ from orchestra.cli.plan import (
     goodput_mode,
     one_layout,
     option_of,
-    path_argument,
     scan_mode,
     search_mode,
     tokens_mode,
 )
+from orchestra.cli.text.resolve import path_argument
 from orchestra.errors import EXIT_DONE, ConfigError
 
 _EXPLAINED = """\

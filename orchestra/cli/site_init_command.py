@@ -15,6 +15,7 @@ from pathlib import Path
 from launchers import SlurmMissing, SlurmSilent
 from launchers.slurm.commands import NO_CLUSTER
 from orchestra.cli.text.describe import shown
+from orchestra.cli.text.resolve import path_argument
 from orchestra.config.home import home_file, read_home
 from orchestra.config.preset_files import own_folder
 from orchestra.doctor.hardware_checks import nccl_settings, rdma_ports
@@ -39,7 +40,7 @@ is no such file, one is made, with a folder beside it. Then `orchestra submit cl
 def add_arguments(parser: ArgumentParser) -> None:
     parser.usage = "orchestra site init [NAME] [--output FILE] [--force] [--dry-run]"
     parser.add_argument("name", nargs="?", metavar="NAME", help="what cluster=NAME will select")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write it there")
+    parser.add_argument("--output", type=path_argument, metavar="FILE", help="write it there")
     parser.add_argument("--force", action="store_true", help="replace a file that is there")
     parser.add_argument("--dry-run", action="store_true", help="print it; write nothing")
     parser.epilog = _EXPLAINED

@@ -114,5 +114,6 @@ _LETTERS = {
 
 def key_of_letter(option: str) -> str | None:
     """Return the key that says what an option of sbatch does, such as -N or -N4; None for other words."""
-    is_letter = option[:1] == "-" and option[1:2].isalpha()
+    # -train.steps=5 is none: what follows a letter is its value.
+    is_letter = option[:1] == "-" and option[1:2].isalpha() and "=" not in option[3:]
     return _LETTERS.get(option[1:2]) if is_letter else None

@@ -98,6 +98,9 @@ class Scratch:
                 yield from self.problems(f"{name}.{child}", inner)
         elif inner_problems := list(element_problems(key, name, value)):
             yield from inner_problems
+        elif key.type is bool and isinstance(value, int) and value not in (0, 1):
+            # OmegaConf takes -1 and 2 for true.
+            yield wrong_type(key, name, value)
         else:
             try:
                 OmegaConf.update(self._node, name, value)

@@ -272,6 +272,11 @@ def stdlib_files(*, held_out: bool = False) -> list[Path]:
     return [by_name[name] for name in sorted(by_name) if is_held_out(name) is held_out]
 
 
+def num_stdlib_tokens() -> int:
+    """Return how many tokens `stdlib_tokens` makes for training, by the sizes of the files."""
+    return sum(path.stat().st_size + 1 for path in stdlib_files())
+
+
 def stdlib_tokens(*, held_out: bool = False) -> npt.NDArray[np.uint16]:
     """Return the text as tokens (uint16): bytes, with BYTES_SEPARATOR after each file. About 11 million, and
     half a million that are held out.

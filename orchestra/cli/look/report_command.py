@@ -17,7 +17,13 @@ from pathlib import Path
 from orchestra import __version__
 from orchestra.cli.look.serve_page import serve_page
 from orchestra.cli.text.describe import shown
-from orchestra.cli.text.resolve import TARGET_HELP, Target, add_directory_option, resolve_target
+from orchestra.cli.text.resolve import (
+    TARGET_HELP,
+    Target,
+    add_directory_option,
+    path_argument,
+    resolve_target,
+)
 from orchestra.errors import EXIT_DONE, ConfigError
 from orchestra.report.page.configurations import differing
 from orchestra.report.page.html_page import html_page
@@ -39,7 +45,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "-o",
         "--output",
-        type=Path,
+        type=path_argument,
         metavar="FILE",
         help="the file to write (default: report.html in the run)",
     )

@@ -36,7 +36,13 @@ from orchestra.alerts.outlets import (
 )
 from orchestra.alerts.upkeep_detectors import failing_members
 from orchestra.cli.text.describe import invocation, note_unanswered, typed_name
-from orchestra.cli.text.resolve import TARGET_HELP, Target, add_directory_option, resolve_target
+from orchestra.cli.text.resolve import (
+    TARGET_HELP,
+    Target,
+    add_directory_option,
+    path_argument,
+    resolve_target,
+)
 from orchestra.errors import EXIT_ALERT, EXIT_DONE, EXIT_UNSEEN, ConfigError
 from orchestra.recovery.history import last_attempt
 from orchestra.report.run_state import RunState, SweepState
@@ -88,7 +94,10 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--wandb", action="store_true", help="as an alert of the run's wandb page, while it is online"
     )
     parser.add_argument(
-        "--prometheus", type=Path, metavar="FILE.prom", help="write all numbers there for node_exporter"
+        "--prometheus",
+        type=path_argument,
+        metavar="FILE.prom",
+        help="write all numbers there for node_exporter",
     )
     parser.add_argument("--dry-run", action="store_true", help="print what is wrong; send and record nothing")
     parser.add_argument(

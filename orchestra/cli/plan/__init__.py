@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,13 +69,6 @@ def print_result(
     if arguments.report is not None:
         data = {"plan": facts(), "made": time.time(), "orchestra": __version__}
         write_atomically(arguments.report, html_page("orchestra plan", data), is_synced=False)
-
-
-def path_argument(text: str) -> Path:
-    """Return the path that an option names, for argparse. An empty one is none: Path takes it for `.`."""
-    if not text.strip():
-        raise ArgumentTypeError("it is empty; give a path, or leave the option out")
-    return Path(text)
 
 
 def check_target(option: str, target: Path) -> None:

@@ -13,9 +13,9 @@ from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 from pathlib import Path
 
-from orchestra.cli.plan import Mode, check_target, path_argument, print_result, refuse_configuration
+from orchestra.cli.plan import Mode, check_target, print_result, refuse_configuration
 from orchestra.cli.text import figures
-from orchestra.cli.text.resolve import resolve
+from orchestra.cli.text.resolve import path_argument, resolve
 from orchestra.config.home import run_folder
 from orchestra.errors import EXIT_DONE, ConfigError
 from orchestra.plan.calibrate import calibrated, measured_run

@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, Any
 from orchestra.cli.plan import (
     Mode,
     layout_words,
-    path_argument,
     refuse_configuration,
 )
 from orchestra.cli.text import figures
-from orchestra.cli.text.resolve import resolve_target
+from orchestra.cli.text.resolve import path_argument, resolve_target
 from orchestra.config.home import run_folder
 from orchestra.errors import EXIT_DONE, ConfigError
 from orchestra.report.layouts import ScannedRun, Workload, best_of, by_workload, read_run

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from conf.schema import Device
+from conf.schema import ClusterConfig, Device, LauncherName
 from orchestra.cli.text import figures
 from orchestra.config.home import run_folder
 from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_DONE, EXIT_STOPPED
@@ -43,6 +43,11 @@ _TRACEBACK_LINES = 12
 _LOG_BYTES = 1 << 14
 # Columns of a line's first word.
 _INDENT = 8
+# Keys of the cluster that a run on this machine has no use for.
+_OF_JOBS = (
+    *("partition", "account", "qos", "time_limit", "constraint", "exclude", "max_switches", "segment"),
+    *("setup", "container", "slurm_extra", "srun_extra"),
+)
 
 
 def header(config: Config, run: RunDir, attempt: int = 0, from_step: int | None = None) -> list[str]:
@@ -64,8 +69,19 @@ def header(config: Config, run: RunDir, attempt: int = 0, from_step: int | None 
         *_pipeline(mesh, config),
         *_only_step(config),
         f"device  {_device(config)}",
+        *_left_to_slurm(config.cluster),
         *([f"attempt {attempt}, {begins}"] if attempt else []),
     ]
+
+
+def _left_to_slurm(cluster: ClusterConfig) -> list[str]:
+    """Say which keys were given that only a job on Slurm has."""
+    if cluster.launcher is not LauncherName.local:
+        return []
+    usual = {field.name: getattr(ClusterConfig(), field.name) for field in dataclasses.fields(cluster)}
+    given = [f"cluster.{name}" for name in _OF_JOBS if getattr(cluster, name) != usual[name]]
+    said = f"{', '.join(given)}: for jobs on Slurm"
+    return figures.wrapped(said, "unused  ", " " * _INDENT) if given else []
 
 
 def ramp_lines(train: TrainConfig) -> list[str]:

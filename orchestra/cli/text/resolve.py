@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
-from argparse import ArgumentParser
+from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,11 +28,18 @@ _CANDIDATES = 8
 Target = RunDir | SweepDir
 
 
+def path_argument(text: str) -> Path:
+    """Return the path that an option names, for argparse. An empty one is none: Path takes it for `.`."""
+    if not text.strip():
+        raise ArgumentTypeError("it is empty; give a path, or leave the option out")
+    return Path(text)
+
+
 def add_directory_option(parser: ArgumentParser) -> None:
     """Add --dir, the parent of run directories (a run's `run.dir`)."""
     parser.add_argument(
         "--dir",
-        type=Path,
+        type=path_argument,
         default=run_folder(),
         metavar="DIR",
         help="where the runs lie: the run.dir they were started with (default: %(default)s)",

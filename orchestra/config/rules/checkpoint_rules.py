@@ -13,7 +13,7 @@ from pathlib import Path
 from conf.schema import Config, Device, LauncherName, Offload
 from orchestra.config.keys import nearest
 from orchestra.config.machine import Situation, absolute, world_size
-from orchestra.config.rules.place_rules import rule_memory, trained_bytes
+from orchestra.config.rules.place_rules import existing_part, rule_memory, trained_bytes
 from orchestra.sizes.flops import num_parameters
 from orchestra.sizes.save_interval import AUTO
 from orchestra.sizes.training_shape import checkpoint_bytes, saved_bytes_per_parameter
@@ -107,12 +107,12 @@ def _place_problems(key: str, place: str | None, situation: Situation) -> Iterat
     for protocol in protocols:
         yield from _protocol_problems(f"{key}={place}", protocol.partition("://")[0])
     folder = local_folder(place)
-    if folder is None or not situation.starts_here:
+    if folder is None:
         return
-    existing = _existing(folder)
+    existing = existing_part(folder)
     if not existing.is_dir():
         yield f"{key}={place}: {existing} is not a folder; give the path of one"
-    elif not os.access(existing, os.W_OK | os.X_OK):
+    elif situation.starts_here and not os.access(existing, os.W_OK | os.X_OK):
         yield f"{key}={place}: nothing can be written in {existing}; choose another folder"
 
 
@@ -150,7 +150,7 @@ def rule_checkpoint_space(config: Config, situation: Situation) -> Iterator[str]
     if folder is None:
         return
     try:
-        free = shutil.disk_usage(_existing(folder)).free
+        free = shutil.disk_usage(existing_part(folder)).free
     except OSError:
         # Whoever writes there first says what is wrong with it.
         return
@@ -199,8 +199,3 @@ def _saves(config: Config) -> bool:
 
 def _counted(config: Config) -> str:
     return f"{num_parameters(config.model):,} parameters × {saved_bytes_per_parameter(config):.4g} bytes"
-
-
-def _existing(folder: Path) -> Path:
-    """Return the folder, or what is there of the path to it."""
-    return next(path for path in (folder, *folder.parents) if path.exists())

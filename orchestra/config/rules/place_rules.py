@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shutil
+import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -22,8 +23,8 @@ from conf.schema import (
     StateDType,
 )
 from launchers.slurm.batch_script import option_problems, srun_option_problems
-from orchestra.config.keys import shown
-from orchestra.config.machine import Situation, by_itself, world_size
+from orchestra.config.keys import shown, written
+from orchestra.config.machine import Situation, absolute, by_itself, world_size
 from orchestra.data.token_files import (
     NAMES_OF_SOURCES,
     SOURCE_NAME,
@@ -48,6 +49,10 @@ from orchestra.sizes.units import MIB, as_slurm_time, binary, slurm_time_s
 
 # 256 byte values and the document separator.
 _STDLIB_VOCABULARY = 257
+# Tokens that the library of any Python has; whether it has more is counted, file by file.
+_STDLIB_SURELY = 2**20
+# How bash begins what it says of lines that it reads.
+_OF_BASH = re.compile(r"^.*?bash: (?=line \d+: )")
 # Ranks on CPU compute; a few per core are slow but can show how a layout behaves.
 _MAX_RANKS_PER_CORE = 8
 # Slurm's warning was seen up to 28 s off its time, and so was the time limit itself.
@@ -262,10 +267,19 @@ def state_on_disk_bytes(config: Config, ranks: int) -> int:
     return round(count * each * (degrees.replicate + images))
 
 
+def existing_part(path: Path) -> Path:
+    """Return the path, or what is there of it, as far as one may look."""
+    return next(part for part in (path, *path.parents) if os.path.exists(part))  # noqa: PTH110  no error
+
+
 def rule_local_folders(config: Config, _: Situation) -> Iterator[str]:
     for name, folder in (("run.dir", config.run.dir), ("data.cache_dir", config.data.cache_dir)):
         if folder is not None and "://" in folder:
             yield f"{name}={folder} is a URL; give the path of a folder, such as /tmp/orchestra"
+        elif folder is not None and folder.strip():
+            existing = existing_part(Path(absolute(folder)))
+            if not existing.is_dir():
+                yield f"{name}={folder}: {existing} is not a folder; give the path of one"
 
 
 def rule_slurm_folders(config: Config, _: Situation) -> Iterator[str]:
@@ -322,10 +336,23 @@ def rule_data_files(config: Config, _: Situation) -> Iterator[str]:
                 f"model.vocab_size={vocab_size} is below the {_STDLIB_VOCABULARY} tokens of "
                 f"data.source=stdlib (256 byte values, one separator); use {_STDLIB_VOCABULARY} or more"
             )
+        if config.train.seq_len >= _STDLIB_SURELY:
+            yield from _beyond_stdlib(config.train.seq_len)
         return
     for path in filter(None, (config.data.path, *(part.path for part in config.data.blend))):
         yield from problems_of_token_file(path, config, "data")
     yield from problems_of_blend(config.data.blend, "data.blend")
+
+
+def _beyond_stdlib(seq_len: int) -> Iterator[str]:
+    # numpy is loaded for it.
+    from orchestra.data.source import num_stdlib_tokens
+
+    if seq_len >= (num_tokens := num_stdlib_tokens()):
+        yield (
+            f"train.seq_len={seq_len} needs {seq_len + 1} tokens for one sample, but data.source=stdlib "
+            f"holds {num_tokens} here; lower it or use data=tokens"
+        )
 
 
 def problems_of_blend(parts: Sequence[BlendPart], key: str) -> Iterator[str]:
@@ -487,6 +514,29 @@ def _gpus_of_option(option: str, value: object) -> int | None:
     own = [word[1:] for word in split if word[0] == "gpu"] if option == "gres" else split
     counts = [int(word[-1]) if word and word[-1].isdecimal() else 1 for word in own]
     return sum(counts) if counts else None
+
+
+def rule_setup_lines(config: Config, _: Situation) -> Iterator[str]:
+    """Whether bash can read the lines: else the job would end with them, long after it was submitted."""
+    lines, bash = config.cluster.setup, shutil.which("bash")
+    if config.cluster.launcher is not LauncherName.slurm or not lines or bash is None:
+        return
+    # It runs nothing of them, a `shopt -s extglob` neither.
+    command = ["env", "LC_ALL=C", bash, "-O", "extglob", "-n"]
+    read = subprocess.run(command, input="\n".join(lines), capture_output=True, text=True, check=False)
+    problem = next((line for line in read.stderr.splitlines() if _OF_BASH.match(line)), None)
+    if problem is not None:
+        yield f"cluster.setup: bash cannot read it ({_OF_BASH.sub('', problem)}); close what is opened there"
+
+
+def rule_container_mounts(config: Config, _: Situation) -> Iterator[str]:
+    container = config.cluster.container
+    if container.mounts and container.image is None:
+        where = "name an image" if container.prefix is None else "mount them in cluster.container.prefix"
+        yield (
+            f"cluster.container.mounts={written(container.mounts)} belongs to cluster.container.image, and "
+            f"there is none; {where}, or leave it out"
+        )
 
 
 def rule_srun_extra(config: Config, _: Situation) -> Iterator[str]:

@@ -27,6 +27,9 @@ submit -p gpu -> 2 a partition is cluster.partition=gpu
 submit -N4 -> 2 write cluster.nodes=4
 submit -t 10 -> 2 write cluster.time_limit=VALUE
 status -N 4 -> 2 unrecognized arguments
+run -train.steps=5 -> 2 write train.steps=5
+run eval.at_start=2 -> 2 expected true or false
+run cluster.partition=gpu cluster.setup=[ls] --dry-run -> 0 .partition, cluster.setup: for jobs on Slurm
 run --info -> 0 model=debug
 run -m {CFG} train.steps=7,8 -> 0 # 001 train.steps=8
 run -m {CFG} train.steps=7,8 -p train.steps -> 0 8
@@ -38,6 +41,8 @@ plan --cfg job -p cluster.hardware -> 0 h100
 run --config-dir PRESETS model=mine {CFG} -p model.hidden_size -> 0 64
 plan --config-dir PRESETS model=mine {CFG} -p model.hidden_size -> 0 64
 run --config-dir nowhere {CFG} -> 2 is not a folder
+run --config-dir= {CFG} -> 2 it is empty; give a path
+status --dir= -> 2 it is empty; give a path
 run --config-dir /{LONG} {CFG} -> 2 is not a folder
 run data=tokens data.path=/{LONG} --dry-run -> 2 data: /
 run checkpoint.dir=s3:// --dry-run -> 2 checkpoint.dir=s3:// names no bucket

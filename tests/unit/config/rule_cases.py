@@ -144,6 +144,13 @@ rule_gpus_of_extra
         -> gives a node 1 GPU
     cluster.device=cuda  cluster.slurm_extra={gpus: 3}  cluster.gpus_per_node=2  cluster.nodes=2
         -> gives the job 3 GPUs | 4 ranks
+rule_setup_lines
+    cluster.launcher=slurm  cluster.setup=['module load', 'echo "a'] -> cannot read it (line 2: | matching `"'
+    cluster.launcher=slurm  cluster.setup=['if true; then'] -> (line 2: syntax error
+    cluster.launcher=slurm  cluster.setup=['cat <<END', x] -> here-document | END
+rule_container_mounts
+    cluster.container.mounts=['/a:/b'] -> cluster.container.mounts=['/a:/b'] | name an image
+    cluster.container={mounts: ['/a:/b'], prefix: podman run x} -> mount them in cluster.container.prefix
 rule_srun_extra
     cluster.srun_extra={kill-on-bad-exit: 1} -> srun_extra.kill-on-bad-exit | outlives
     cluster.srun_extra={container_image: x} -> srun_extra.container_image | cluster.container.image
@@ -331,6 +338,7 @@ rule_fp8_choices
 rule_local_folders
     run.dir=s3://bucket/x -> run.dir=s3://bucket/x | is a URL
     data.cache_dir=gs://b -> data.cache_dir=gs://b | is a URL
+    run.dir=/dev/null/runs -> run.dir=/dev/null/runs: /dev/null is not a folder
 rule_slurm_folders
     cluster.launcher=slurm  run.dir=/runs/100%j -> run.dir=/runs/100%j holds %, | Slurm
     cluster.launcher=slurm  run.dir='/runs/a\\b%%' -> holds % and \\
@@ -346,6 +354,7 @@ rule_data_source
 rule_data_files
     data.source=tokens  data.path=nowhere/corpus -> /nowhere/corpus.bin | orchestra data pack
     model.vocab_size=256 -> model.vocab_size=256 | 257
+    train.seq_len=99999999  model.max_position_embeddings=99999999 -> data.source=stdlib holds 1 | here
 rule_checkpoint_steps
     checkpoint.every_steps=null  checkpoint.keep_every_steps=10 -> every_steps=null saves nothing
     checkpoint.every_steps=20  checkpoint.keep_every_steps=50 -> no multiple | use e.g. 40
@@ -354,6 +363,7 @@ rule_checkpoint_steps
 rule_checkpoint_place
     checkpoint.dir=s4://b -> checkpoint.dir=s4://b | no protocol s4://
     checkpoint.dir=simplecache::s5://b -> no protocol s5://
+    checkpoint.dir=/dev/null/saves -> checkpoint.dir=/dev/null/saves: /dev/null is not a folder
     checkpoint.dir=memory://b -> memory://b | each process's own memory
     checkpoint.dir=https://b/c -> https:// cannot hold | s3://
     checkpoint.dir=zip:///tmp/a.zip -> zip:// cannot hold checkpoints

@@ -127,6 +127,12 @@ def test_gpus_that_are_not_there_are_missed(num_gpus: int, changes: Change, word
     assert not any(words in problem for problem in broken(on_cluster, Situation("run", num_gpus)))
 
 
+def test_set_up_lines_that_bash_reads_are_taken() -> None:
+    lines = ["shopt -s extglob", "rm -f !(x)", "cat <<END", "a", "END", "f() {", "  :", "}"]
+    changes: Change = {"cluster.launcher": "slurm", "cluster.setup": lines}
+    assert not [text for text in broken(changes, Situation("submit")) if "bash" in text]
+
+
 @pytest.mark.parametrize(
     "changes",
     [
