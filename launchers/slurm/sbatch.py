@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import shlex
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,12 @@ _LOOK_AGAIN_S = (0.0, 2.0, 5.0, 10.0)
 _ESTIMATE = re.compile(
     r"to start at (?P<time>\S+) using (?P<processors>\d+) processors on nodes (?P<nodes>\S+)"
 )
+
+# Options of srun that every script has, the one of them whose value is a word of its own, and what srun adds
+# to each complaint.
+_ALWAYS = frozenset({"--unbuffered", "--open-mode", "--export", "--no-kill", "--kill-on-bad-exit", "--wait"})
+_LOG = re.compile(r" --output (?:'[^']*'|\S)+")
+_MORE = re.compile(r'; Try "srun --help" for more information$')
 
 # The line with a job's id, and after a semicolon the cluster's name.
 _ID = re.compile(r"^\s*(\d+)(?:;\S*)?\s*$", re.MULTILINE)
@@ -43,6 +50,22 @@ def tested(script: str) -> Estimate | None:
     _, answer = both_outputs_of(("sbatch", "--test-only"), stdin=script)
     match = _ESTIMATE.search(answer)
     return Estimate(match["time"], match["nodes"]) if match else None
+
+
+def srun_refuses(script: str) -> str | None:
+    """Return what this machine's srun says against the words that a configuration gives it in `script`; None
+    where it takes them. sbatch reads none of them. Raises SlurmSilent and SlurmMissing.
+    """
+    line = next((line for line in script.splitlines() if line.startswith("srun ")), "srun")
+    # What follows the options is a program with words of its own.
+    options = itertools.takewhile(lambda word: word.startswith("--"), shlex.split(_LOG.sub("", line))[1:])
+    given = [option for option in options if option.partition("=")[0] not in _ALWAYS]
+    try:
+        # It reads all options, and starts nothing.
+        output_of(("srun", *given, "--version")) if given else ""
+    except SlurmRefused as error:
+        return _MORE.sub("", str(error).removeprefix("srun: ").removeprefix("srun: "))
+    return None
 
 
 def has_option(name: str) -> bool:

@@ -166,7 +166,10 @@ class Site:
         if self.partitions is None:
             return None
         try:
-            return sbatch.tested(script)
+            estimate = sbatch.tested(script)
+            if problem := sbatch.srun_refuses(script):
+                note(f"srun of this machine: {problem}; the job fails unless srun on its nodes knows it")
+            return estimate
         except SlurmRefused as error:
             if is_full(str(error)):
                 return None

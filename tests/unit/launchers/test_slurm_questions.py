@@ -133,6 +133,18 @@ def test_an_id_and_an_estimate_are_read(slurm: FakeSlurm, tmp_path: Path) -> Non
     assert sbatch.tested("") == sbatch.Estimate("2026-01-02T03:04:05", "node[1-3]")
 
 
+def test_srun_is_asked_about_the_words_that_a_configuration_gives_it(slurm: FakeSlurm) -> None:
+    own = "srun --unbuffered --output '/a run/%j_log.out' --open-mode=append --export=ALL --wait=0"
+    words = "apptainer exec --nv x.sif env A=B python3 -m orchestra.agents"
+    assert sbatch.srun_refuses(f"#!/bin/bash\n{own} {words}\n") is None
+    assert slurm.calls() == []
+    slurm.says("srun", complains="srun: unrecognized option '--mpii=x'\nTry \"srun --help\" for more", code=1)
+    said = sbatch.srun_refuses(f"#!/bin/bash\n{own} --mpii=x --exact {words}\n")
+    assert said is not None
+    assert "unrecognized option '--mpii=x'" in said
+    assert slurm.calls() == ["srun --mpii=x --exact --version"]
+
+
 def test_partitions_and_their_kinds_of_nodes_are_read() -> None:
     text = """\
 main*|up|infinite|3|16|idle|gpu:4(S:0)
