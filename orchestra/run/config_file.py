@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from conf.schema import Config
+from orchestra import __version__
 from orchestra.errors import ConfigError
 
 _BOOLEANS = ("y", "yes", "n", "no", "true", "false", "on", "off")
@@ -89,8 +90,15 @@ def read_config(path: Path) -> Config:
         merged = OmegaConf.merge(writable_schema(), OmegaConf.load(path))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except (OmegaConfBaseException, YAMLError, ValueError) as error:
-        raise ConfigError(f"{path}: not a frozen configuration of this version: {error}") from error
+    except OmegaConfBaseException as error:
+        # Below it stand names of types.
+        said = str(error).splitlines()[0]
+        raise ConfigError(
+            f"{path}: not a frozen configuration of orchestra {__version__}: {said}; use the version that "
+            f"run.json beside it names"
+        ) from error
+    except (YAMLError, ValueError) as error:
+        raise ConfigError(f"{path}: not a frozen configuration: {error}") from error
     return cast(Config, OmegaConf.to_object(merged))
 
 

@@ -38,6 +38,15 @@ def problems(frozen: Config, *overrides: str) -> list[str]:
     return caught.value.problems
 
 
+def test_a_run_of_a_newer_version_says_what_is_not_known_and_where_the_version_stands(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("train:\n  from_the_future: 3\n")
+    with pytest.raises(ConfigError) as caught:
+        read_config(file)
+    (problem,) = caught.value.problems
+    assert "Key 'from_the_future' not in 'TrainConfig'; use the version that run.json" in problem
+
+
 def test_only_what_was_said_changes_and_what_is_so_already_is_no_change(frozen: Config) -> None:
     for overrides in ([], ["train.seed=0", "model.hidden_size=128"]):
         assert changed_config(frozen, overrides, CPU) == frozen
