@@ -5,6 +5,7 @@ A job whose answer was lost is found again by its token. Slurm copies a script w
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 import shlex
@@ -96,6 +97,29 @@ def submit(script: Path, token: str, options: Sequence[str] = ()) -> str:
     if isinstance(problem, SlurmRefused):
         raise problem
     raise SlurmRefused(f"{problem}; the queue holds no such job") from problem
+
+
+def begin_of_next(script: Path, delay_s: int) -> list[str]:
+    """Return sbatch's words for when a job begins that goes on for another one, with the script of that: in
+    so many seconds, and not when the script says, which was meant of the first.
+    """
+    if delay_s > 0:
+        return [f"--begin=now+{delay_s}"]
+    return ["--begin=now"] if _says(script, "begin") else []
+
+
+def release(script: Path, job: str) -> None:
+    """Let such a job begin where the script asks to be held. A Slurm that does not do it leaves it held."""
+    if _says(script, "hold"):
+        with contextlib.suppress(LauncherError):
+            output_of(("scontrol", "release", job))
+
+
+def _says(script: Path, option: str) -> bool:
+    try:
+        return re.search(rf"^#SBATCH --{option}\b", script.read_text(), re.MULTILINE) is not None
+    except OSError:
+        return False
 
 
 def _found_later(token: str, problem: LauncherError) -> str | None:

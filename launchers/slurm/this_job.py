@@ -11,10 +11,11 @@ from __future__ import annotations
 import contextlib
 import re
 import signal
+import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from launchers import LauncherError, SlurmRefused
+from launchers import LauncherError, SlurmRefused, SlurmSilent
 from launchers.node_agent import StopRequests
 from launchers.slurm.commands import output_of
 from launchers.slurm.switches import SwitchPath, own_path
@@ -22,6 +23,8 @@ from launchers.slurm.switches import SwitchPath, own_path
 # Slurm kills 30 s after it has asked a job to end (KillWait): who asks then must not wait for long.
 QUERY_TIMEOUT_S = 5.0
 _REQUEUE_TIMEOUT_S = 10.0
+# How long a controller that does not answer is asked to queue a job again, and the pause before each time.
+_REQUEUE_PATIENCE_S, _PAUSE_S = 120.0, 2.0
 _NAMES_TIMEOUT_S = 30.0
 # Values may hold spaces, names do not.
 _FIELD = re.compile(r"(?:^|\s)(\w+)=(.*?)(?=\s+[\w/:&]+=|\s*$)")
@@ -119,6 +122,30 @@ def tasks_of_array(job: str) -> dict[str, str]:
     words = ("squeue", "--noheader", "--array", f"--jobs={array}", "--format=%i|%T")
     lines = output_of(words, timeout_s=QUERY_TIMEOUT_S).splitlines()
     return {label: state for label, _, state in (line.strip().partition("|") for line in lines)}
+
+
+def requeue_surely(job: str, restart: int) -> None:
+    """Have Slurm queue a job again that has started `restart` times before; where it does not answer it is
+    asked again, for two minutes.
+
+    *Main thread only*. Raises SlurmRefused where the job may not be requeued, SlurmSilent where nothing says
+    that it was.
+    """
+    deadline = time.monotonic() + _REQUEUE_PATIENCE_S
+    while True:
+        try:
+            requeue(job)
+            return
+        except SlurmSilent:
+            # Slurm ends the process that asks together with the job: only the job's own state tells.
+            own = None
+            with contextlib.suppress(LauncherError):
+                own = own_job(job)
+            if own is not None and (own.is_ending or own.restarts > restart):
+                return
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(_PAUSE_S)
 
 
 def requeue(job: str, exclude: Collection[str] = ()) -> None:

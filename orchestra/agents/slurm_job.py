@@ -245,14 +245,9 @@ class RunContinuation:
         # Written first: this process may be ended while it asks.
         self._write_requeued("requeue", reason)
         try:
-            this_job.requeue(self._task.job)
+            this_job.requeue_surely(self._task.job, self._task.restart)
         except SlurmRefused as refusal:
             return f"Slurm does not requeue this job ({refusal}); {self._chained(reason)}"
-        except SlurmSilent:
-            # Slurm ends the process that asks together with the job: only the job's own state tells.
-            job = self._own_job()
-            if job is not None and not job.is_ending and job.restarts <= self._task.restart:
-                raise
         return f"requeued ({reason})"
 
     def _chained(self, reason: str, *, at_once: bool = False) -> str:

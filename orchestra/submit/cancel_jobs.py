@@ -25,7 +25,7 @@ from orchestra.run.events import EventWriter, is_whole, read_events
 from orchestra.run.paths import RunDir, SweepDir, read_sweep
 from orchestra.run.record import RunPhase, newest_job, read_record
 from orchestra.submit.claims import upcoming_attempt
-from orchestra.submit.resume_run import pending_attempt
+from orchestra.submit.resume_run import is_being_submitted, pending_attempt
 
 # States of runs that may hear a request: of a silent one on another host nobody knows.
 _MAY_HEAR = (RunPhase.running, RunPhase.restarting, RunPhase.not_started, RunPhase.unknown, RunPhase.starting)
@@ -101,11 +101,16 @@ def _planned(run: RunDir, own: RunState, state: RunState, now: float, at_once: b
     elif state.state in _MAY_HEAR:
         attempt = following if last is None or own.state is RunPhase.queued else last
         silent = state.state is RunPhase.starting or (own.state, state.state) in _SILENT
+        # Its processes stand still and would read a request only when they go on.
+        silent |= state.job_state == "SUSPENDED"
         way = Way.kill if at_once and silent and state.job and not is_shared else Way.request
         plan = replace(plan, attempt=attempt, way=way)
     elif own.state is RunPhase.stopped and state.job_state in RUNNING:
         # Its job is about to end or to go on by itself, which it does not do when it finds the request.
         plan = replace(plan, attempt=last, way=Way.request)
+    if plan.attempt is None and is_being_submitted(run, now):
+        # Slurm may have its job any moment: that reads the request when it begins.
+        plan = replace(plan, attempt=following, way=Way.request, state=RunPhase.being_resumed)
     if plan.attempt is None:
         return plan
     requests = stop_requests.read_requests(run, plan.attempt)

@@ -175,17 +175,17 @@ def chain(
         before = tuple(behind) if at_once else (task.job, *behind)
         if before:
             options.append(f"--dependency=afterany:{':'.join(before)}")
-        if delay_s > 0:
-            options.append(f"--begin=now+{delay_s}")
+        place = run.batch_script if script is None else Path(script)
+        options += sbatch.begin_of_next(place, delay_s)
         if exclude:
             options.append(f"--exclude={','.join(exclude)}")
         if num_nodes is not None:
             options.append(f"--nodes={num_nodes}")
         if member is not None:
             options.append(f"--array={member}")
-        place = run.batch_script if script is None else Path(script)
         entry = intent(run.name, token, attempt, task=member, after=task.job, cluster=task.cluster, move=move)
         job = _submit_job(run, place, entry, options)
+        sbatch.release(place, job)
     label = job if member is None else f"{job}_{member}"
     _refuse_what_failed(run, job, label)
     return label

@@ -198,11 +198,16 @@ def _has_job(run: RunDir, state: RunState) -> str:
 
 def _refuse_being_submitted(run: RunDir, now: float) -> None:
     """Raise ConfigError while a living process waits for Slurm's answer about the run's newest job."""
-    if any(is_held(file, now) for file in _claims_of_submitter(run)):
+    if is_being_submitted(run, now):
         raise ConfigError(
             f"{name_of(run)} is being submitted by another command, which waits for Slurm's answer; see "
             f"`orchestra status {name_of(run)}`"
         )
+
+
+def is_being_submitted(run: RunDir, now: float) -> bool:
+    """Tell whether a living process waits for Slurm's answer about the run's newest job."""
+    return any(is_held(file, now) for file in _claims_of_submitter(run))
 
 
 def _claims_of_submitter(run: RunDir) -> list[Path]:

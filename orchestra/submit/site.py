@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -16,20 +17,24 @@ from pathlib import Path
 from conf.schema import Config, Device
 from launchers import LauncherError, SlurmMissing, SlurmRefused
 from launchers.slurm import sbatch
-from launchers.slurm.cluster import Partition, lifts_time_limits, partitions
+from launchers.slurm.cluster import Partition, is_usable, lifts_time_limits, node_states, partitions
 from launchers.slurm.commands import DEFAULT_ARRAY_SIZE, array_size, asked_cluster, is_full
 from launchers.slurm.sbatch import Estimate
 from launchers.slurm.switches import fabric
 from orchestra.config.keys import nearest
 from orchestra.errors import ConfigError, LaunchError
 from orchestra.recovery.excluded_hosts import excluded_folder, shared_folder
-from orchestra.sizes.units import slurm_time_s
+from orchestra.sizes.units import first_few, slurm_time_s
 from orchestra.submit.container_mounts import mount_problems
 from orchestra.submit.hosts_to_avoid import left_out
 from orchestra.submit.job import Share
 from orchestra.submit.new_run import parent_of_runs
 
 _CPU_RANKS = 2
+# What `sbatch --test-only` says of nodes that do not suffice, also where those that are down would: a job
+# waits for them.
+_NOT_NOW = "node configuration is not available"
+_NAMED = 3
 # File systems in the memory of one host.
 _OF_ONE_HOST = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
 # What was found out about nodes that failed before serves for so long.
@@ -173,6 +178,10 @@ class Site:
         except SlurmRefused as error:
             if is_full(str(error)):
                 return None
+            if _NOT_NOW in str(error) and (out := _out_of_service(script)):
+                named = first_few(out, _NAMED)
+                note(f"Slurm cannot start it now: out of service are {named}; the job waits for them")
+                return None
             raise ConfigError(f"Slurm refuses the job: {error}") from error
         except LauncherError as error:
             note(f"the job was not tested beforehand: {error}")
@@ -185,6 +194,16 @@ def ask(*, is_dry: bool = False, folder: Path | None = None) -> Site:
         return Site(partitions(), is_dry=is_dry, folder=folder)
     except LauncherError as error:
         return Site(None, error, is_dry, folder)
+
+
+def _out_of_service(script: str) -> list[str]:
+    """Return the nodes that a script's partition lacks now; none where Slurm does not say."""
+    partition = re.search(r"^#SBATCH --partition=(\S+)$", script, re.MULTILINE)
+    try:
+        states = node_states(partition and partition[1])
+    except LauncherError:
+        return []
+    return [name for name, state in states.items() if not is_usable(state)]
 
 
 def _mounts() -> str:

@@ -131,8 +131,8 @@ class MoreNodes:
         with contextlib.closing(writer):
             # Before it is submitted: no two jobs may take the same numbers, whatever is lost after that.
             writer.write(WANTED, crew=self._group, **facts)
-            later = (f"--begin=now+{int(wanted.delay_s)}",) if wanted.delay_s >= 1 else ()
-            job = sbatch.submit(script, token, later)
+            job = sbatch.submit(script, token, sbatch.begin_of_next(script, int(wanted.delay_s)))
+            sbatch.release(script, job)
             try:
                 writer.write(ASKED, crew=self._group, job=job, **facts)
             except OSError:

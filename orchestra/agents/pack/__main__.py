@@ -313,7 +313,7 @@ class NodePack:
         _say(f"{len(waiting)} members wait for a place; {plan.how.value} ({plan.reason})")
         if plan.how is GoOnBy.requeue:
             try:
-                this_job.requeue(self._task.job)
+                this_job.requeue_surely(self._task.job, self._task.restart)
             except LauncherError as error:
                 _say(f"not queued again: {error}; `orchestra resume` submits what is left")
         return code_for_slurm(EXIT_STOPPED, self._config)

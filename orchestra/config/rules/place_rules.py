@@ -62,9 +62,13 @@ _TRAINING_VERBS = ("run", "resume")
 # Keys that say what an option of sbatch says.
 _SAID_BY = {
     "partition": "cluster.partition",
+    "account": "cluster.account",
+    "qos": "cluster.qos",
+    "constraint": "cluster.constraint",
     "time": "cluster.time_limit",
     "gpus_per_node": "cluster.gpus_per_node",
     "nodes": "cluster.nodes",
+    "exclude": "cluster.exclude",
     "segment": "cluster.segment",
     "switches": "cluster.max_switches",
     "job_name": "run.name",

@@ -8,7 +8,7 @@ import pytest
 from job_in_slurm import Slurm, record
 from support.fake_slurm import FakeSlurm
 
-from launchers.slurm import sbatch
+from launchers.slurm import sbatch, this_job
 from orchestra.agents import rival_jobs, slurm_job, srun_failed
 from orchestra.run.paths import RunDir
 from orchestra.submit import job_record
@@ -19,6 +19,7 @@ def slurm(fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> Slurm:
     for module in (sbatch, job_record):
         monkeypatch.setattr(module, "_LOOK_AGAIN_S", (0.0, 0.0))
     monkeypatch.setattr(slurm_job, "_RELEASE_PAUSE_S", 0.0)
+    monkeypatch.setattr(this_job, "_PAUSE_S", 0.0)
     monkeypatch.setattr(srun_failed, "_LOOK_S", 0.3)
     monkeypatch.setattr(rival_jobs, "_POLL_S", 0.02)
     monkeypatch.setattr(rival_jobs, "_COMPLETING_S", 0.1)

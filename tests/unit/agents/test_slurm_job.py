@@ -7,14 +7,16 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from job_in_slurm import NODES, TASK, Slurm, job_of, jobs, options, record, requeued
+from job_in_slurm import NODES, SILENT, TASK, Slurm, job_of, jobs, options, record, requeued
 from support.signal_handlers import as_from_a_terminal, send_here
 
 from conf.schema import ClusterConfig, Config, Requeue
 from launchers import LauncherError
 from launchers.node_group import NodeGroup
+from launchers.slurm import this_job
 from launchers.slurm.this_job import JobSignals, JobTask, OwnJob, parsed
 from orchestra.agents import slurm_job
 from orchestra.agents.context import END, AgentContext
@@ -146,6 +148,35 @@ def test_what_may_not_be_requeued_is_chained(run: RunDir, slurm: Slurm) -> None:
     (call,) = slurm.calls("sbatch")
     options = f"--comment={second['token']} --dependency=afterany:12 /job.sbatch"
     assert call == f"sbatch --parsable {options}"
+
+
+def test_a_controller_that_is_away_is_asked_again_to_queue_the_job(run: RunDir, slurm: Slurm) -> None:
+    back = slurm.folder / "back"
+    slurm.tell("requeue", f'test -e "{back}" && exit 0; touch "{back}"; echo "{SILENT}" >&2; exit 1')
+    assert going_on(run).go_on(STOPPED) == "requeued (time_limit)"
+    assert slurm.calls("scontrol requeue") == ["scontrol requeue 12"] * 2
+
+
+def test_a_run_whose_controller_stays_away_is_not_said_to_be_requeued(
+    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(this_job, "_REQUEUE_PATIENCE_S", -1.0)
+    slurm.tell("requeue", f'touch "{slurm.folder}/silent"; echo "{SILENT}" >&2; exit 1')
+    said = going_on(run).go_on(STOPPED)
+    assert "requeued (" not in said
+    assert "Unable to contact" in said
+
+
+def test_what_delayed_or_held_the_first_job_does_not_hold_back_the_next(
+    run: RunDir, slurm: Slurm, tmp_path: Path
+) -> None:
+    script = tmp_path / "own.sbatch"
+    script.write_text("#!/bin/bash\n#SBATCH --begin=22:00\n#SBATCH --hold\n")
+    slurm.has_job("12", Command=str(script))
+    going_on(run, policy="chain").go_on(STOPPED)
+    (call,) = slurm.calls("sbatch")
+    assert options(call, "begin") == "now"
+    assert slurm.calls("scontrol release") == ["scontrol release 20"]
 
 
 def test_a_job_whose_first_node_came_back_is_followed_by_one_that_is_not_held(

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 from support.command_line import CommandLine
-from support.run_records import led_here
+from support.fake_slurm import FakeSlurm
+from support.run_records import led_here, submitted
 
 from orchestra.errors import EXIT_USAGE
 from orchestra.run.control.stop_requests import read_request, read_requests
 from orchestra.run.paths import RunDir
-from orchestra.submit.claims import take
+from orchestra.submit.claims import take, take_turn
 
 FIRST, SECOND = RunDir(Path("runs/first")), RunDir(Path("runs/second"))
 
@@ -61,6 +63,17 @@ def test_a_run_that_is_just_being_resumed_is_asked_in_the_attempt_to_come(orches
     assert take(FIRST, 1)
     orchestra("cancel", "first")
     assert read_request(FIRST, 1) is not None
+
+
+def test_a_run_whose_job_is_just_being_submitted_is_asked_in_the_attempt_to_come(
+    orchestra: CommandLine, fake_slurm: FakeSlurm
+) -> None:
+    fake_slurm.put("squeue")
+    run = submitted(Path.cwd(), "one", job=None)
+    turn = take_turn(run, 0, time.time())
+    assert turn is not None
+    assert "attempt 0 asked to save and stop" in orchestra("cancel", "one").out
+    assert read_request(run, 0) is not None
 
 
 def test_of_several_runs_those_that_run_are_asked_unless_one_is_wrong_or_it_is_a_dry_run(

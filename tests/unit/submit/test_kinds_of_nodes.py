@@ -51,12 +51,12 @@ def test_each_kind_has_its_job_and_its_configuration() -> None:
 
 def test_what_slurm_writes_with_signs_of_its_own_reaches_each_kind() -> None:
     kinds = (
-        "{constraint: 'h100&ib', exclude: ['node[1-2]']}, {partition: 'a,b', setup: ['load x, y', \"it's\"]}"
+        "{constraint: 'h100&ib', exclude: ['node[1-2]']}, {partition: 'a,b', setup: ['load x, y', ': \"#\"']}"
     )
     (member,) = plan(with_cluster([*NODE, f"cluster.alternatives=[{kinds}]"]), SITE, ()).members
     one, other = (config.cluster for config, _ in member.alternatives)
     assert (one.constraint, one.exclude) == ("h100&ib", ["node[1-2]"])
-    assert (other.partition, other.setup) == ("a,b", ["load x, y", "it's"])
+    assert (other.partition, other.setup) == ("a,b", ["load x, y", ': "#"'])
 
 
 @pytest.mark.parametrize(

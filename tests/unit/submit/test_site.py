@@ -70,6 +70,21 @@ def test_what_the_cluster_cannot_give_is_one_sentence(wishes: dict[str, Any], wo
     assert words is None or words in problems[0]
 
 
+def test_a_job_that_waits_for_nodes_that_are_out_of_service_is_submitted(
+    fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refusal = "allocation failure: Requested node configuration is not available"
+    fake_slurm.says("sbatch", complains=refusal, code=1)
+    fake_slurm.says("sinfo", prints="node1|main*|idle\nnode4|main*|drained")
+    script = "#!/bin/bash\n#SBATCH --partition=main\n"
+    assert Site(SITE).tested(script) is None
+    assert "out of service are node4; the job waits" in capsys.readouterr().err
+    assert "--partition=main" in fake_slurm.calls("sinfo")[-1]
+    fake_slurm.says("sinfo", prints="node1|main*|idle\nnode4|main*|mixed")
+    with pytest.raises(ConfigError, match="is not available"):
+        Site(SITE).tested(script)
+
+
 def test_a_qos_may_lift_the_partitions_time_limit(fake_slurm: FakeSlurm) -> None:
     wishes = asked(time_limit="2-00", qos="long")
     for flags, is_fine in (("DenyOnLimit,PartitionTimeLimit", True), ("DenyOnLimit", False), ("", False)):
