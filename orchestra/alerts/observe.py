@@ -54,6 +54,7 @@ def observe(state: RunState, now: float, commands: Mapping[str, str]) -> Observe
         state=state.state,
         # Somebody edited a row without a time, or a disk damaged it.
         rows=[row for row in counting if is_number(row.get("time"))],
+        rows_heard=_modified(run),
         events=events,
         nodes=nodes,
         used=spending(events, rows, tokens if is_whole(tokens) else None, config, until),
@@ -66,6 +67,14 @@ def observe(state: RunState, now: float, commands: Mapping[str, str]) -> Observe
         disks=(_disk(str(run.path)), _disk(_place_of_checkpoints(run, config))),
         commands=commands,
     )
+
+
+def _modified(run: RunDir) -> float:
+    """Return when the file server saw rows last; 0.0 where it does not say."""
+    try:
+        return run.metrics.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _config(run: RunDir) -> tuple[Config | None, str]:

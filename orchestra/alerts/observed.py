@@ -110,6 +110,8 @@ class ObservedRun:
     now: float
     state: RunPhase
     rows: Sequence[Record] = ()
+    # When the file server saw the newest of them; 0.0: nobody says.
+    rows_heard: float = 0.0
     events: Sequence[Record] = ()
     # Of the newest attempt.
     nodes: Sequence[NodeBeat] = ()

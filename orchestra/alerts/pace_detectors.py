@@ -38,7 +38,8 @@ def stall(run: ObservedRun, limits: Limits) -> Sequence[Finding]:
     if len(waits) < _FEWEST_WAITS:
         return [run.cannot_see("stall", f"{len(rows)} of {_FEWEST_WAITS + 1} rows in this attempt so far")]
     usual_s, last = statistics.median(waits) * _growth(run, rows[-_BEFORE:]), rows[-1]
-    late_s = run.now - last["time"]
+    # By the clock of rank 0's node or by the file server's, whichever is later: they may differ.
+    late_s = run.now - max(last["time"], run.rows_heard)
     # After the last step come a save and the end of what the run holds.
     is_last = run.config is not None and last["step"] >= run.config.train.steps
     if is_last or _is_between_steps(run, attempt.num_nodes, limits):

@@ -150,7 +150,13 @@ def _seconds_between_saves(run: ObservedRun, config: Config | None) -> tuple[flo
     times = [row["step_time_s"] for row in run.own_rows[-_ROWS:] if is_number(row.get("step_time_s"))]
     if not times:
         return None, "no step was timed in this attempt"
-    return every * statistics.median(times), ""
+    seconds = every * statistics.median(times)
+    if config.eval.every_steps is not None:
+        # Those between two saves, which are no part of steps.
+        known = [event.get("seconds") for event in run.events if event["event"] == "evaluated"]
+        longest = max(filter(is_number, known), default=0.0)
+        seconds += -(-every // config.eval.every_steps) * longest
+    return seconds, ""
 
 
 def disk(run: ObservedRun, limits: Limits) -> Sequence[Finding]:

@@ -80,7 +80,8 @@ def names_of_parts(parts: Sequence[BlendPart]) -> list[str]:
     def end(number: int) -> str:
         for length in range(1, len(paths[number]) + 1):
             ends = ["-".join(path[-length:]) for path in paths]
-            if ends.count(ends[number]) == 1:
+            # Of letters that no name has nothing may be left.
+            if ends.count(ends[number]) == 1 and SOURCE_NAME.fullmatch(ends[number]):
                 return ends[number]
         return str(number)
 

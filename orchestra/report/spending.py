@@ -110,7 +110,7 @@ def _gpu_hours(
     events: Sequence[Record], times: Sequence[AttemptTimes], config: Config | None, now: float | None
 ) -> tuple[float | None, float | None, str | None]:
     """Return the hours that were held and those of them that were idle, else why they are not known."""
-    devices = {event.get("device") for event in events if event["event"] == "training_started"}
+    devices = {str(event.get("device")) for event in events if event["event"] == "training_started"}
     if devices == {"cpu"} or (not devices and config is not None and config.cluster.device is Device.cpu):
         return None, None, "its ranks are on CPUs"
     held_s = idle_s = 0.0

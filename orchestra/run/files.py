@@ -18,13 +18,15 @@ import re
 import secrets
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 Record = dict[str, Any]
 
 _TAIL_BYTES = 1 << 16
+# Of a growing file, read and parsed at once.
+_PIECE_BYTES = 1 << 20
 # Why a disk has no room, and the longest name of a file.
 FULL = (errno.ENOSPC, errno.EDQUOT)
 LONGEST_NAME = 255
@@ -250,18 +252,33 @@ class JsonLinesReader:
         """Return the records completed since the last call; lines that are not JSON objects are
         passed over.
         """
+        records: list[Record] = []
+        offset, rest = self._offset, b""
         try:
             with self._path.open("rb") as file:
-                file.seek(self._offset)
-                block = file.read()
+                file.seek(offset)
+                while piece := file.read(_PIECE_BYTES):
+                    whole, newline, rest = (rest + piece).rpartition(b"\n")
+                    offset += len(whole) + len(newline)
+                    lines = whole.splitlines()
+                    if self._wanted is not None:
+                        lines = list(filter(self._wanted.search, lines))
+                    records += _all_parsed(lines)
         except FileNotFoundError:
             return []
-        end = block.rfind(b"\n") + 1
-        self._offset += end
-        lines: Iterable[bytes] = block[:end].splitlines()
-        if self._wanted is not None:
-            lines = filter(self._wanted.search, lines)
-        return [record for line in lines if (record := _parsed(line)) is not None]
+        self._offset = offset
+        return records
+
+
+def _all_parsed(lines: list[bytes]) -> list[Record]:
+    """Parse lines at once: they share the strings of their keys then, which take most of the memory."""
+    try:
+        found = json.loads(b"[" + b",".join(lines) + b"]")
+    except (ValueError, RecursionError):
+        found = []
+    if len(found) != len(lines):
+        found = [_parsed(line) for line in lines]
+    return [record for record in found if isinstance(record, dict)]
 
 
 def _parsed(line: bytes) -> Record | None:

@@ -381,7 +381,7 @@ def assemble(config: Config, mesh: Mesh, ranks: RankEnvironment, rank: RankAttem
         profiler=profiler,
         sources=sources,
         noise=noise,
-        epochs=build_epochs(loader.source, built.batches, config.train.steps, events_of_rank_0),
+        epochs=build_epochs(loader.source, built.batches, config.train.steps, events_of_rank_0, begin),
         metrics=metrics,
         energy=energy,
         evaluation=evaluation,

@@ -217,7 +217,11 @@ def _spent(run: ObservedRun) -> str:
 def _saved(run: ObservedRun, state: RunState) -> str:
     if state.checkpoint_step is None:
         return "nothing yet"
-    commits = [event["time"] for event in run.events if event["event"] == "checkpoint_committed"]
+    commits = [
+        event["time"]
+        for event in run.events
+        if event["event"] == "checkpoint_committed" and event.get("step") == state.checkpoint_step
+    ]
     ago = f", {figures.age(run.now - commits[-1])} ago" if commits else ""
     failed = f"; {state.failed_saves.count} saves failed since" if state.failed_saves else ""
     return f"step {state.checkpoint_step}{ago}{failed}"
@@ -296,4 +300,8 @@ def _spread(left: str, right: str, width: int) -> str:
 
 
 def _clock(now: float) -> str:
-    return time.strftime("%H:%M:%S", time.localtime(now))
+    try:
+        return time.strftime("%H:%M:%S", time.localtime(now))
+    except (OverflowError, ValueError, OSError):
+        # Of a record that somebody edited, or a disk damaged.
+        return "?"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import secrets
 import socket
 import sys
@@ -426,7 +427,10 @@ class Watch:
             if change.is_recorded and not told:
                 continue
             word, evidence = event_of(change, told)
-            stamp = {"event": word, "time": time.time(), "attempt": last_attempt(events) or 0}
+            # Another watch's clock may be ahead: what is said of an alert follows what was said before.
+            said = (event["time"] for event in events if event.get("key") == evidence["key"])
+            after = math.nextafter(max(said, default=0.0), math.inf)
+            stamp = {"event": word, "time": max(time.time(), after), "attempt": last_attempt(events) or 0}
             self._remembered.setdefault(run.path, []).append({**stamp, **evidence})
         self._record(run)
 

@@ -35,7 +35,7 @@ def html_page(title: str, data: Record, refresh_s: int | None = None) -> str:
     block = json.dumps(finite_or_null(data), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     refresh = "" if refresh_s is None else f'<meta http-equiv="refresh" content="{refresh_s}">\n'
     said = "".join(f"<p>{html.escape(sentence)}</p>" for sentence in _sentences(data))
-    return (
+    page = (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n{refresh}'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -46,6 +46,8 @@ def html_page(title: str, data: Record, refresh_s: int | None = None) -> str:
         f'<script type="application/json" id="data">{block}</script>\n<script>{script}</script>\n'
         "</body>\n</html>\n"
     )
+    # A file's name that is no UTF-8 leaves characters that no file holds.
+    return page.encode(errors="replace").decode()
 
 
 def _sentences(data: Record) -> Sequence[str]:

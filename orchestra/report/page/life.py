@@ -17,7 +17,7 @@ from orchestra.run.events import is_number, is_whole
 from orchestra.run.files import Record
 
 # Checkpoints, and moves of experts, that a page lists one by one, the newest of them.
-_MOST_CHECKPOINTS = 400
+MOST_LISTED = 400
 _KINDS_OF_NODES = ("node_lost", "agent_lost")
 
 
@@ -143,7 +143,7 @@ def checkpoint_rows(events: Sequence[Record], began: float) -> list[Record]:
             # Of many only some are told of: the number so far stands in each.
             why = f"{event.get('why', 'no reason given')} (skipped so far: {event.get('count', '?')})"
             rows[key] = row | {"time_s": event["time"] - began, "reason": why}
-    return list(rows.values())[-_MOST_CHECKPOINTS:]
+    return list(rows.values())
 
 
 def passed_over_checkpoints(events: Sequence[Record]) -> list[str]:
@@ -183,7 +183,7 @@ def expert_move_rows(events: Sequence[Record], began: float) -> list[Record]:
         for event in events
         if event["event"] == "experts_moved"
     ]
-    return rows[-_MOST_CHECKPOINTS:]
+    return rows[-MOST_LISTED:]
 
 
 def _number(event: Mapping[str, Any], key: str) -> float | int | None:

@@ -7,6 +7,7 @@ have a page too: what could not be read is said in `notes`.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from orchestra.report.page import planned
 from orchestra.report.page.configurations import changes_between_attempts, flat_config, shown_overrides
 from orchestra.report.page.curves import curves, void_curve
 from orchestra.report.page.life import (
+    MOST_LISTED,
     attempt_rows,
     checkpoint_rows,
     expert_move_rows,
@@ -150,9 +152,9 @@ def run_page(files: RunFiles, now: float, page_folder: Path | None = None) -> Re
         "expert_moves": expert_move_rows(events, files.began),
         "heat": heat,
         "memory": None if config is None else planned.memory(config, files.rows),
-        "checkpoints": checkpoints,
+        **_saves(checkpoints),
         "passed_over": passed_over_checkpoints(events),
-        "newest_checkpoint": _age(checkpoints, files.began, end),
+        "newest_checkpoint": _age(checkpoints, state.checkpoint_step, files.began, end),
         "profile": _profile(files.run),
         "traces": trace_rows(files.run, page_folder),
         "used": _used(files, config, now),
@@ -220,9 +222,18 @@ def _device(events: Sequence[Record]) -> Record:
     return {key: newest.get(key) for key in keys}
 
 
-def _age(checkpoints: Sequence[Record], began: float, now: float) -> Record | None:
-    """Return the newest committed checkpoint and how old it is `now`, or at the end of a run that is over."""
-    committed = [row for row in checkpoints if row["state"] == "committed"]
+def _saves(checkpoints: Sequence[Record]) -> Record:
+    """Return the newest saves, one by one, and what all of them come to."""
+    stalls = [row["stall_s"] for row in checkpoints if is_number(row.get("stall_s"))]
+    whole = {"num_checkpoints": len(checkpoints), "stall_s": math.fsum(stalls)}
+    return {"checkpoints": checkpoints[-MOST_LISTED:], **whole}
+
+
+def _age(checkpoints: Sequence[Record], step: int | None, began: float, now: float) -> Record | None:
+    """Return the checkpoint of `step`, the newest that counts, and how old it is `now`, or at the end of a
+    run that is over.
+    """
+    committed = [row for row in checkpoints if row["state"] == "committed" and row["step"] == step]
     if not committed:
         return None
     return {"step": committed[-1]["step"], "age_s": max(0.0, now - began - committed[-1]["time_s"])}

@@ -13,7 +13,9 @@ from orchestra.data.source import SampleSource
 from orchestra.run.events import EventWriter
 from orchestra.run.files import to_log
 from orchestra.run.metrics_file import EPOCH, repeats_words
+from orchestra.run.rollback import kept
 from orchestra.sizes.topology import StepBatches
+from orchestra.train.state import Position
 
 
 @dataclass(frozen=True)
@@ -28,12 +30,20 @@ class Epochs:
 
 
 def build_epochs(
-    source: SampleSource, batches: StepBatches, steps: int, events: EventWriter | None
+    source: SampleSource,
+    batches: StepBatches,
+    steps: int,
+    events: EventWriter | None,
+    begin: Position | None = None,
 ) -> Epochs | None:
     """Return what tells the epochs of a run of so many steps, once that is recorded and printed; None where
-    it repeats nothing, and on all ranks but 0, whose `events` these are.
+    it repeats nothing, and on all ranks but 0, whose `events` these are. `begin`: where it goes on, and what
+    it leaves out from there.
     """
-    whole = source.epochs_at(batches.ramp.sequences_through(steps))
+    begin, through = begin or Position(), batches.ramp.sequences_through
+    left = max(0, through(steps) - through(begin.step))
+    place, count = kept(begin.samples, left, begin.left_out)[-1]
+    whole = source.epochs_at(place + count)
     epochs = {name: count for name, count in whole.items() if count > 1}
     if not epochs or events is None:
         return None

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from recorded_runs import BEGIN, RecordedRun, flat, noisy
 
-from conf.schema import BatchStage, CheckpointConfig, Config, ParallelismConfig, RecoveryConfig, TrainConfig
+from conf.schema import (
+    BatchStage,
+    CheckpointConfig,
+    Config,
+    EvalConfig,
+    ParallelismConfig,
+    RecoveryConfig,
+    TrainConfig,
+)
 from orchestra.alerts.observed import Alert, Limits
 from orchestra.alerts.upkeep_detectors import failing_members
 from orchestra.report.run_state import MemberState, RunState, SweepState
@@ -381,6 +390,23 @@ def test_what_cannot_be_seen_is_said(tmp_path: Path) -> None:
     }
     assert "s3://" in blind["disk"]
     assert "no node wrote a heartbeat" in blind["silence"]
+
+
+def test_the_clock_of_a_node_that_is_behind_is_no_stall(recorded: RecordedRun) -> None:
+    steady(recorded).wait(100)
+    os.utime(recorded.run.metrics, (recorded.time, recorded.time))
+    assert [alert.detector for alert in recorded.beat(0).beat(1).look().alerts] == []
+
+
+def test_a_checkpoint_waits_for_evaluations_between_saves(tmp_path: Path) -> None:
+    kept = CheckpointConfig(every_steps=10)
+    found = []
+    for every in (None, 10):
+        config = Config(checkpoint=kept, eval=EvalConfig(every), train=TrainConfig(steps=100_000))
+        run = RecordedRun(tmp_path / str(every), config).start().train(100)
+        run.write("evaluated", rank=0, step=100, seconds=100.0)
+        found.append([alert.key for alert in run.wait(104).beat(0).beat(1).look().alerts])
+    assert ["checkpoint:age" in keys for keys in found] == [True, False]
 
 
 def test_a_slow_rank_of_a_mixture_may_have_the_busy_experts(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from orchestra.data.source import (
     stdlib_files,
     stdlib_tokens,
 )
-from orchestra.data.token_files import BYTES_SEPARATOR, names_of_parts
+from orchestra.data.token_files import BYTES_SEPARATOR, SOURCE_NAME, names_of_parts
 from orchestra.errors import DataError
 
 
@@ -203,6 +203,7 @@ def test_parts_are_named_by_what_tells_their_paths_apart() -> None:
     assert names("/a/wiki/train", "/a/code/train", "books") == ["wiki-train", "code-train", "books"]
     assert names("x/a", "x/a") == ["0", "1"]
     assert names_of_parts([BlendPart("x/a", name="mine"), BlendPart("y/a")]) == ["mine", "y-a"]
+    assert all(SOURCE_NAME.fullmatch(name) for name in names("x/a", "x/日本語"))
 
 
 def test_files_of_different_tokenizers_are_not_mixed(write_tokens: WriteTokens) -> None:

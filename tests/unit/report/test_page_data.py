@@ -252,8 +252,8 @@ def test_a_page_does_not_take_the_place_of_a_folder(
     run = RunDir(tmp_path / "nothing")
     run.path.mkdir()
     run.record.write_text("{}")
-    for place in ("", "."):
-        assert "--output .: it is a folder" in orchestra("report", "./nothing", "-o", place, code=2).err
+    for place, says in (("", "--output: it is empty; give a path"), (".", "--output .: it is a folder")):
+        assert says in orchestra("report", "./nothing", "-o", place, code=2).err
     assert [path.name for path in tmp_path.iterdir()] == ["nothing"]
 
 
@@ -280,6 +280,35 @@ def test_saves_that_failed_or_were_skipped_are_told_with_their_reasons(long: Run
     assert "disk full" in saves[5_001]["reason"]
     assert saves[6_000]["stall_s"] == 0.25
     assert "1 checkpoint could not be written" in page["verdict"]["evidence"]
+
+
+def test_of_more_saves_than_are_listed_all_count(tmp_path: Path) -> None:
+    run = long_run(tmp_path, steps=200, nodes=1)
+    base = {"attempt": 0, "rank": 0}
+    saves: list[Record] = []
+    for number in range(500):
+        step, at = 10_000 + number, NOW - 500 + number
+        saves.append({**base, "time": at, "event": "checkpoint_started", "step": step, "blocked_s": 0.5})
+        came = "checkpoint_failed" if number < 50 else "checkpoint_committed"
+        saves.append({**base, "time": at, "event": came, "step": step, "reasons": {}})
+    before = page_of(run)
+    lines(run.event_file("many"), saves)
+    page = page_of(run)
+    assert len(page["checkpoints"]) == 400
+    assert page["num_checkpoints"] == before["num_checkpoints"] + 500
+    assert page["stall_s"] == pytest.approx(before["stall_s"] + 250)
+    assert any("50 checkpoints could not be written" in text for text in page["verdict"]["evidence"])
+
+
+def test_a_save_that_a_roll_back_made_void_is_not_the_newest(stored: Path, tmp_path: Path) -> None:
+    run = RunDir(shutil.copytree(stored / "rolled-back", tmp_path / "rolled-back"))
+    (back,) = [event for event in raw(run, "events") if event["event"] == "roll_back"]
+    for file in run.events.glob("*.jsonl"):
+        lines_ = [json.loads(line) for line in file.read_text().splitlines()]
+        kept = [each for each in lines_ if each["time"] <= back["time"]]
+        file.write_text("".join(json.dumps(each) + "\n" for each in kept))
+    newest = page_of(run)["newest_checkpoint"]
+    assert newest["step"] == back["to"]
 
 
 def test_a_sweeps_page_ranks_its_members_and_names_the_best(tmp_path: Path) -> None:

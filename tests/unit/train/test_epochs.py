@@ -12,7 +12,9 @@ from orchestra.data.source import Blend, TokenSamples
 from orchestra.run.events import EventWriter, read_events
 from orchestra.run.metrics_file import EPOCH, repeats_words
 from orchestra.run.paths import RunDir
+from orchestra.run.rollback import Stretch
 from orchestra.sizes.topology import StepBatches
+from orchestra.train.state import Position
 from orchestra.train.watch.epochs import build_epochs
 
 BATCHES = StepBatches(TrainConfig(global_batch_size=10, micro_batch_size=1), dp=1)
@@ -34,6 +36,17 @@ def test_only_what_is_repeated_is_told(tmp_path: Path, capfd: pytest.CaptureFixt
     (event,) = read_events(run)
     assert (event["event"], event["epochs"]) == ("data_repeats", {"web/small": pytest.approx(2.5)})
     assert capfd.readouterr().err == "note: the run goes 2.5 times through web/small\n"
+
+
+def test_what_a_roll_back_left_out_brings_the_next_time_through_sooner(tmp_path: Path) -> None:
+    events, source = EventWriter(RunDir(tmp_path), "rank", 0), part(100)
+    assert build_epochs(source, BATCHES, 10, events) is None
+    # After 4 steps; the 20 samples from the 50th on are passed over.
+    begin = Position(4, samples=40, left_out=(Stretch(50, 70),))
+    epochs = build_epochs(source, BATCHES, 10, events, begin)
+    assert epochs is not None
+    (event,) = read_events(RunDir(tmp_path))
+    assert event["epochs"] == {"data": pytest.approx(1.2)}
 
 
 def test_words_name_what_is_repeated_most_and_survive_damaged_records() -> None:

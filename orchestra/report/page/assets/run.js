@@ -280,10 +280,10 @@ function checkpointSection(runs) {
     const title = runs.length > 1 ? el("h3", null, run.name) : null;
     if (!run.checkpoints.length) return [title, el("p", { class: "quiet" }, "no checkpoint was begun")];
     const newest = run.newest_checkpoint;
-    const stalls = run.checkpoints.map((row) => row.stall_s).filter(isNumber);
     const words = [
       newest ? `The newest is of step ${format.count(newest.step)}, ${format.seconds(newest.age_s)} old ${run.is_alive ? "now" : "when the run ended"}` : "None was committed",
-      stalls.length ? `the training waited ${format.seconds(stalls.reduce((all, each) => all + each, 0))} in all` : null,
+      run.stall_s ? `the training waited ${format.seconds(run.stall_s)} in all` : null,
+      run.num_checkpoints > run.checkpoints.length ? `the newest ${format.count(run.checkpoints.length)} of ${format.count(run.num_checkpoints)} follow` : null,
     ].filter(Boolean).join("; ");
     const columns = [
       { key: "step", title: "step", show: format.count }, { key: "attempt", title: "attempt", show: String },
