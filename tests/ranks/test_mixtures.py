@@ -134,10 +134,16 @@ def test_compiled_blocks_with_exchanges_that_are_recomputed_count_each_token_onc
     assert sum(of_ranks[0][key]) == sum(expected[key]) == 12 * 16 * 2
 
 
-def test_compiled_blocks_with_exchanges_train_what_one_process_does(ranks: Ranks) -> None:
-    model = replace(MIXTURE, num_hidden_layers=2)
-    config = config_of(model, train={"compile": True}, zero=3, ep=2)
-    found = ranks(2).run(trained_by_graphs, config=config, steps=2)
+@pytest.mark.parametrize("layout", [{"zero": 3, "ep": 2}, {"ep": 2, "tp": 2}], ids=["ep", "ep and tp"])
+def test_compiled_blocks_of_mixtures_train_what_one_process_does(
+    ranks: Ranks, layout: dict[str, int]
+) -> None:
+    """What reaches the router's input has to be summed over tp also where a graph ends behind it."""
+    model = replace(AUX, num_hidden_layers=2, hidden_size=16, num_attention_heads=4, num_key_value_heads=2)
+    model = replace(model, intermediate_size=24, moe_intermediate_size=12, shared_expert_intermediate_size=8)
+    train = {"compile": True, "micro_batch_size": 6}
+    config = config_of(model, train=train, **layout)
+    found = ranks(2 * layout.get("tp", 1)).run(trained_by_graphs, config=config, steps=2)
     assert_same_training(found, alone(config_of(model), steps=2))
 
 

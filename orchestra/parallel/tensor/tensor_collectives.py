@@ -237,7 +237,8 @@ class _Entering(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
         ctx.group = group
         if not group.is_sequence_parallel:
-            return x.view_as(x)
+            # Where a graph ends behind it a view would be made again from `x`, and its gradients not summed.
+            return x.clone() if torch.compiler.is_compiling() else x.view_as(x)
         return _traced_gather(x, group) if torch.compiler.is_compiling() else gather_parts(x, group)
 
     @staticmethod
