@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from support.command_line import CommandLine
-from support.fake_slurm import FakeSlurm
-from support.run_records import led_here, submitted
+from support.fake_slurm import FakeSlurm, queue_line
+from support.run_records import led_here, started_elsewhere, submitted
 
 from orchestra.errors import EXIT_USAGE
 from orchestra.run.control.stop_requests import read_request, read_requests
@@ -74,6 +74,17 @@ def test_a_run_whose_job_is_just_being_submitted_is_asked_in_the_attempt_to_come
     assert turn is not None
     assert "attempt 0 asked to save and stop" in orchestra("cancel", "one").out
     assert read_request(run, 0) is not None
+
+
+def test_now_ends_a_job_that_is_suspended_by_slurm(orchestra: CommandLine, fake_slurm: FakeSlurm) -> None:
+    run = submitted(Path.cwd(), "one")
+    started_elsewhere(run, job="7")
+    fake_slurm.says("squeue", prints=queue_line("7", "SUSPENDED", "one"))
+    fake_slurm.put("scancel")
+    assert "asked to save and stop" in orchestra("cancel", "one").out
+    assert fake_slurm.calls("scancel") == []
+    orchestra("cancel", "one", "--now")
+    assert [call.split()[-1] for call in fake_slurm.calls("scancel")] == ["7"]
 
 
 def test_of_several_runs_those_that_run_are_asked_unless_one_is_wrong_or_it_is_a_dry_run(
