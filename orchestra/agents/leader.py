@@ -362,8 +362,7 @@ class Leader:
         config = choose_nodes.of_next_attempt(context.config, context.run)
         nodes = choose_nodes.resized(order, members, config, self._preflight.listed, excluded)
         there, now = len(order.nodes), 0 if nodes is None else len(nodes)
-        action = Action.grow if now > there else Action.shrink if nodes else Action.requeue
-        reason = f"{now} nodes instead of {there}" if nodes else "too few nodes stay"
+        action, reason = _change(there, now)
         decision = Decision(action, verdict.code, reason, rule="resized")
         with contextlib.suppress(OSError):
             record.events.write("restarting", **choose_nodes.evidence(decision), after=verdict.cause)
@@ -490,6 +489,16 @@ class Leader:
         with contextlib.suppress(LauncherError, OSError):
             self._context.scheduler.withdraw(for_good=True)
         self._publish(Order(number, END, facts={"code": code, "said": outcome, "lost": list(lost)}))
+
+
+def _change(there: int, now: int) -> tuple[Action, str]:
+    """Return what going on with other nodes is called, by how many there were and are; and why."""
+    if not now:
+        return Action.requeue, "too few nodes stay"
+    if now == there:
+        # One came while another one left.
+        return Action.replace, f"{now} nodes as before, not the same ones"
+    return Action.grow if now > there else Action.shrink, f"{now} nodes instead of {there}"
 
 
 def _write_final(record: AttemptRecord, verdict: Verdict, code: int, message: str) -> None:
