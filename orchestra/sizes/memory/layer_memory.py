@@ -67,7 +67,9 @@ def kept_in_fp8(shape: TrainingShape, *, has_experts: bool) -> float:
     model, tokens = shape.model, shape.tokens
     width = model.shared_expert_intermediate_size if is_mixture else model.intermediate_size
     num_norms = 1 if is_mixture and not width else 2
-    norms = 0 if tokens.tp > 1 else num_norms * model.hidden_size
+    # Of sequences' parts the whole ones are kept, in one byte, where 16 bits of a part would be.
+    is_gathered = tokens.sequence_parallel and shape.options.is_gpu
+    norms = num_norms * model.hidden_size * (tokens.width_bytes / (tokens.tp if is_gathered else 1) - 1)
     return tokens.count * (norms + (width - value_width(model)) / tokens.tp)
 
 

@@ -69,6 +69,13 @@ def test_closed_forms_meet_the_count_for_every_precision(precision: str, model: 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("parts", ["true", "false"])
+def test_closed_forms_meet_the_count_of_layers_that_are_cut_in_fp8(parts: str) -> None:
+    cut = ("parallelism.tp=4", f"parallelism.sequence_parallel={parts}", "train.compile=false")
+    assert_alike(*both(*LAYERS, "model.num_hidden_layers=8", "precision=fp8", *cut))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "choice",
     [
