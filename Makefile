@@ -39,7 +39,7 @@ test-fast: $(VENV)/installed-test ## the quick unit tests (two to six minutes on
 
 equivalence: $(VENV)/installed-test ## compare every combination of the parallel methods with one process
 	ORCHESTRA_EQUIVALENCE=all $(BIN)/python -m pytest --timeout 1000 tests/ranks/test_equivalence.py \
-	  tests/ranks/test_pipeline.py tests/ranks/test_expert_parallel.py $(PYTEST_ARGS)
+	  tests/ranks/test_pipeline.py tests/ranks/test_expert_parallel.py tests/ranks/test_drawn_layouts.py $(PYTEST_ARGS)
 
 torture: $(VENV)/installed-test ## kill one run KILLS times (200) at every phase of a save and a restore
 	$(BIN)/python tests/e2e/kill_points.py --kills $(KILLS) $(TORTURE_ARGS)
