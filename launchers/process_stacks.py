@@ -20,8 +20,10 @@ from pathlib import Path
 from launchers import processes
 from launchers.processes import Process
 
-# How long processes have to answer. A processor that is busy elsewhere took up to 0.3 s.
-_ANSWER_S = 2.0
+# How long processes have to begin to answer, and to have done so: frame by frame, between which a starved one
+# may stand still for some tenths of a second. Files that rest for so long are whole.
+_ANSWER_S, _LONGEST_S = 2.0, 6.0
+_REST_S = 0.5
 _POLL_S = 0.05
 _PY_SPY_S = 10.0
 # Of processes that only wait, the main thread's stack is kept, up to so many lines.
@@ -48,8 +50,8 @@ def write_stacks(
 ) -> dict[int, Path]:
     """Append the stacks of each process to its target; return the targets by the requests' keys.
 
-    Waits for two seconds at most, and longer only where py-spy is at work. A file that cannot be written is
-    left out.
+    Waits for two seconds at most where one does not answer, and longer only where stacks are still being
+    written or py-spy is at work. A file that cannot be written is left out.
     """
     sizes = {key: _size(request.answer) for key, request in requests.items()}
     answering = {
@@ -79,14 +81,18 @@ def _can_answer(process: Process, signal_number: signal.Signals | int) -> bool:
 
 def _await_answers(answering: Mapping[int, StackRequest], sizes: Mapping[int, int]) -> None:
     """Wait until every file has grown and then rests: it is written frame by frame."""
-    deadline = time.monotonic() + _ANSWER_S
+    begun = changed = time.monotonic()
     before: dict[int, int] = {}
-    while answering and time.monotonic() < deadline:
+    while answering:
         time.sleep(_POLL_S)
-        now = {key: _size(request.answer) for key, request in answering.items()}
-        if now == before and all(now[key] > sizes[key] for key in now):
+        now, found = time.monotonic(), {key: _size(request.answer) for key, request in answering.items()}
+        if found != before:
+            before, changed = found, now
+        all_answer = all(found[key] > sizes[key] for key in found)
+        if all_answer and now - changed >= _REST_S:
             return
-        before = now
+        if now - begun > (_LONGEST_S if all_answer else _ANSWER_S):
+            return
 
 
 def _answer(request: StackRequest, offset: int) -> str:
