@@ -23,8 +23,9 @@ from launchers.slurm.switches import SwitchPath, own_path
 # Slurm kills 30 s after it has asked a job to end (KillWait): who asks then must not wait for long.
 QUERY_TIMEOUT_S = 5.0
 _REQUEUE_TIMEOUT_S = 10.0
-# How long a controller that does not answer is asked to queue a job again, and the pause before each time.
-_REQUEUE_PATIENCE_S, _PAUSE_S = 120.0, 2.0
+# How long a controller that does not answer is asked to queue a job again, what ends it, and the pause before
+# each time.
+_REQUEUE_PATIENCE_S, _OWN_PATIENCE_S, _PAUSE_S = 120.0, 30.0, 2.0
 _NAMES_TIMEOUT_S = 30.0
 # Values may hold spaces, names do not.
 _FIELD = re.compile(r"(?:^|\s)(\w+)=(.*?)(?=\s+[\w/:&]+=|\s*$)")
@@ -122,6 +123,22 @@ def tasks_of_array(job: str) -> dict[str, str]:
     words = ("squeue", "--noheader", "--array", f"--jobs={array}", "--format=%i|%T")
     lines = output_of(words, timeout_s=QUERY_TIMEOUT_S).splitlines()
     return {label: state for label, _, state in (line.strip().partition("|") for line in lines)}
+
+
+def own_job_surely(job: str) -> OwnJob | None:
+    """Return what Slurm says of a job; one that does not answer is asked again, for half a minute. None where
+    it says nothing: then this process may be killed before it returns.
+    """
+    deadline = time.monotonic() + _OWN_PATIENCE_S
+    while True:
+        try:
+            return own_job(job)
+        except SlurmSilent:
+            if time.monotonic() > deadline:
+                return None
+        except LauncherError:
+            return None
+        time.sleep(_PAUSE_S)
 
 
 def requeue_surely(job: str, restart: int) -> None:

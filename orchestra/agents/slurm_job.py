@@ -223,8 +223,11 @@ class RunContinuation:
         return self._cancelled_meanwhile() or done
 
     def _stop(self, *, stalled: bool) -> StopFacts:
-        policy, restart = self._config.cluster.requeue, self._task.restart
-        return StopFacts(policy, self._reasons(), self._own_job(), restart, stalled)
+        policy, restart, reasons = self._config.cluster.requeue, self._task.restart, self._reasons()
+        if reasons & {stop_requests.CANCEL, stop_requests.TIME_LIMIT}:
+            return StopFacts(policy, reasons, self._own_job(), restart, stalled)
+        # Only Slurm knows whether a signal means a preemption, after which it queues a job that still runs.
+        return StopFacts(policy, reasons, this_job.own_job_surely(self._task.job), restart, stalled)
 
     def _reasons(self) -> frozenset[str]:
         if self._asked_reasons is not None:

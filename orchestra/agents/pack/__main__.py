@@ -303,11 +303,9 @@ class NodePack:
             return EXIT_FAILED if self._gone or self._ends else EXIT_DONE
         if first is None:
             return self._end_before_others(waiting, signals)
-        job = None
-        try:
-            job = this_job.own_job(self._task.job)
-        except LauncherError as error:
-            _say(f"Slurm does not say what ended this job: {error}")
+        job = this_job.own_job_surely(self._task.job)
+        if job is None:
+            _say("Slurm does not say what ended this job")
         reasons = frozenset({stop_requests.signal_reason(first)})
         plan = continuation(StopFacts(self._config.cluster.requeue, reasons, job, self._task.restart))
         _say(f"{len(waiting)} members wait for a place; {plan.how.value} ({plan.reason})")

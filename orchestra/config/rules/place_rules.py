@@ -62,9 +62,6 @@ _TRAINING_VERBS = ("run", "resume")
 # Keys that say what an option of sbatch says.
 _SAID_BY = {
     "partition": "cluster.partition",
-    "account": "cluster.account",
-    "qos": "cluster.qos",
-    "constraint": "cluster.constraint",
     "time": "cluster.time_limit",
     "gpus_per_node": "cluster.gpus_per_node",
     "nodes": "cluster.nodes",
@@ -480,6 +477,10 @@ def rule_switches(config: Config, _: Situation) -> Iterator[str]:
 
 def rule_slurm_extra(config: Config, _: Situation) -> Iterator[str]:
     extra = config.cluster.slurm_extra
+    for name in ("account", "qos", "constraint"):
+        given = getattr(config.cluster, name)
+        if name in extra and given is not None:
+            yield f"cluster.slurm_extra.{name}: cluster.{name}={given} says that too; leave one of them out"
     named = {name: _SAID_BY.get(name.removeprefix("--").replace("-", "_")) for name in extra}
     for name, key in named.items():
         if key is not None:

@@ -157,6 +157,15 @@ def test_a_controller_that_is_away_is_asked_again_to_queue_the_job(run: RunDir, 
     assert slurm.calls("scontrol requeue") == ["scontrol requeue 12"] * 2
 
 
+def test_what_a_signal_means_is_asked_until_slurm_answers(
+    run: RunDir, slurm: Slurm, signals: JobSignals
+) -> None:
+    slurm.has_job("12", PreemptTime="2026-01-01T00:00:00")
+    slurm.tell("silent")
+    code, said = called_off(warned(run, signals, signal.SIGTERM))
+    assert (code, [event["reason"] for event in requeued(run)]) == (EXIT_STOPPED, ["preempted"]), said
+
+
 def test_a_run_whose_controller_stays_away_is_not_said_to_be_requeued(
     run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:

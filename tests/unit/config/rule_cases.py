@@ -130,6 +130,8 @@ rule_switches
 rule_slurm_extra
     cluster.slurm_extra={switches: 1} -> slurm_extra.switches | cluster.max_switches
     cluster.slurm_extra={nodes: 3} -> slurm_extra.nodes | cluster.nodes
+    cluster.slurm_extra={exclude: node1} -> slurm_extra.exclude | cluster.exclude
+    cluster.slurm_extra={qos: long}  cluster.qos=short -> cluster.qos=short says that too
     cluster.slurm_extra={array: 0-3} -> slurm_extra.array | sweep
     cluster.slurm_extra={clusters: other} -> slurm_extra.clusters | export SLURM_CLUSTERS
     cluster.slurm_extra={ntasks-per-gpu: 1} -> slurm_extra.ntasks-per-gpu | one task per node
