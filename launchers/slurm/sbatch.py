@@ -55,17 +55,23 @@ def tested(script: str) -> Estimate | None:
 
 def srun_refuses(script: str) -> str | None:
     """Return what this machine's srun says against the words that a configuration gives it in `script`; None
-    where it takes them. sbatch reads none of them. Raises SlurmSilent and SlurmMissing.
+    where it takes them, is not here or does not answer. sbatch reads none of them.
     """
     line = next((line for line in script.splitlines() if line.startswith("srun ")), "srun")
     # What follows the options is a program with words of its own.
     options = itertools.takewhile(lambda word: word.startswith("--"), shlex.split(_LOG.sub("", line))[1:])
     given = [option for option in options if option.partition("=")[0] not in _ALWAYS]
+    if not given:
+        return None
     try:
         # It reads all options, and starts nothing.
-        output_of(("srun", *given, "--version")) if given else ""
+        output_of(("srun", *given, "--version"))
     except SlurmRefused as error:
-        return _MORE.sub("", str(error).removeprefix("srun: ").removeprefix("srun: "))
+        # Named by us and by itself.
+        return _MORE.sub("", re.sub("^(srun: )+", "", str(error)))
+    except LauncherError:
+        # What sbatch has said of the job holds all the same.
+        return None
     return None
 
 
