@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import re
@@ -523,15 +524,22 @@ def _gpus_of_option(option: str, value: object) -> int | None:
 
 def rule_setup_lines(config: Config, _: Situation) -> Iterator[str]:
     """Whether bash can read the lines: else the job would end with them, long after it was submitted."""
-    lines, bash = config.cluster.setup, shutil.which("bash")
-    if config.cluster.launcher is not LauncherName.slurm or not lines or bash is None:
-        return
-    # It runs nothing of them, a `shopt -s extglob` neither.
+    lines = config.cluster.setup
+    if config.cluster.launcher is LauncherName.slurm and lines and (problem := _unread("\n".join(lines))):
+        yield f"cluster.setup: bash cannot read it ({problem}); close what is opened there"
+
+
+# The members of a sweep have the same lines.
+@functools.lru_cache(maxsize=16)
+def _unread(text: str) -> str | None:
+    """Return what bash says against some lines; it runs nothing of them, a `shopt -s extglob` neither."""
+    bash = shutil.which("bash")
+    if bash is None:
+        return None
     command = ["env", "LC_ALL=C", bash, "-O", "extglob", "-n"]
-    read = subprocess.run(command, input="\n".join(lines), capture_output=True, text=True, check=False)
+    read = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
     problem = next((line for line in read.stderr.splitlines() if _OF_BASH.match(line)), None)
-    if problem is not None:
-        yield f"cluster.setup: bash cannot read it ({_OF_BASH.sub('', problem)}); close what is opened there"
+    return problem and _OF_BASH.sub("", problem)
 
 
 def rule_container_mounts(config: Config, _: Situation) -> Iterator[str]:
