@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import os
 import re
@@ -54,6 +55,8 @@ _STDLIB_VOCABULARY = 257
 _STDLIB_SURELY = 2**20
 # How bash begins what it says of lines that it reads.
 _OF_BASH = re.compile(r"^.*?bash: (?=line \d+: )")
+# A whole line that ends the batch script or makes it another program: `exec 2>log` only moves what it writes.
+_LEAVES = re.compile(r"\s*(?:exit(?:\s+\S+)?|exec\s+[^\s<>&\d{-].*?)\s*(?:;|#.*)?")
 # Ranks on CPU compute; a few per core are slow but can show how a layout behaves.
 _MAX_RANKS_PER_CORE = 8
 # Slurm's warning was seen up to 28 s off its time, and so was the time limit itself.
@@ -524,9 +527,20 @@ def _gpus_of_option(option: str, value: object) -> int | None:
 
 def rule_setup_lines(config: Config, _: Situation) -> Iterator[str]:
     """Whether bash can read the lines: else the job would end with them, long after it was submitted."""
-    lines = config.cluster.setup
-    if config.cluster.launcher is LauncherName.slurm and lines and (problem := _unread("\n".join(lines))):
+    lines = "\n".join(config.cluster.setup).split("\n")
+    if config.cluster.launcher is LauncherName.local or not config.cluster.setup:
+        return
+    if problem := _unread("\n".join(lines)):
         yield f"cluster.setup: bash cannot read it ({problem}); close what is opened there"
+        return
+    for number, (before, line) in enumerate(itertools.pairwise(["", *lines]), start=1):
+        is_continued = before.rstrip().endswith(("\\", "||", "&&"))
+        # Where bash lacks an end up to here, it belongs to a condition, a loop or a function.
+        if not is_continued and _LEAVES.fullmatch(line) and _unread("\n".join(lines[:number])) is None:
+            yield (
+                f"cluster.setup: line {number} `{line.strip()}` leaves the batch script before any rank is "
+                "started; leave it out, or make it depend on something"
+            )
 
 
 # The members of a sweep have the same lines.

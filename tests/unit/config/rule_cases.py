@@ -148,6 +148,7 @@ rule_gpus_of_extra
         -> gives the job 3 GPUs | 4 ranks
 rule_setup_lines
     cluster.launcher=slurm  cluster.setup=['module load', 'echo "a'] -> cannot read it (line 2: | matching `"'
+    cluster.launcher=slurm  cluster.setup=['module load','exec sh -l'] -> line 2 `exec sh -l` leaves the
     cluster.launcher=slurm  cluster.setup=['if true; then'] -> (line 2: syntax error
     cluster.launcher=slurm  cluster.setup=['cat <<END', x] -> here-document | END
 rule_container_mounts

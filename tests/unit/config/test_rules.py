@@ -128,9 +128,10 @@ def test_gpus_that_are_not_there_are_missed(num_gpus: int, changes: Change, word
 
 
 def test_set_up_lines_that_bash_reads_are_taken() -> None:
-    lines = ["shopt -s extglob", "rm -f !(x)", "cat <<END", "a", "END", "f() {", "  :", "}"]
+    lines = ["shopt -s extglob", "rm -f !(x)", "cat <<END", "a", "END", "f() {", "  exit 1", "}"]
+    lines += ["if ! true; then", "  exit 1", "fi", "true ||", "  exit 2", "exec 2>&1", "exec 3<a"]
     changes: Change = {"cluster.launcher": "slurm", "cluster.setup": lines}
-    assert not [text for text in broken(changes, Situation("submit")) if "bash" in text]
+    assert not [text for text in broken(changes, Situation("submit")) if "setup" in text]
 
 
 @pytest.mark.parametrize(
