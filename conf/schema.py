@@ -70,7 +70,9 @@ class NodeOrder(Enum):
 
 @dataclass(frozen=True)
 class NetworkConfig:
-    """Bandwidth (bytes per second, per direction and device) and latency; null: unknown."""
+    """The bus bandwidth that collectives reach (bytes per second, per direction and device, while all devices
+    of a node send; about 85 % of an adapter's rate) and latency; null: unknown.
+    """
 
     interface: str | None = None
     intra_node_bytes_per_s: float | None = None

@@ -21,6 +21,8 @@ _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 # Sizes beyond it are no model's, nor are so many experts.
 _LARGEST = 2**31 - 1
 _MOST_EXPERTS = 1 << 16
+# A group of experts is judged by its two best.
+_FEWEST_IN_GROUP = 2
 _SCALING_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor")
 # DeepSeek's widths of heads, which have the same names here.
 _LATENT_WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -218,6 +220,9 @@ def config_document(model: ModelConfig, dtype: str, end_of_text: int | None) -> 
     Raises DataError for a model that transformers does not have.
     """
     kind = architecture_of(model)
+    refused = list(_not_loaded(model, kind))
+    if refused:
+        raise DataError(f"transformers loads or runs no {kind.title} with {', '.join(refused)}")
     return {
         "architectures": [kind.class_name],
         "model_type": kind.model_type,
@@ -234,7 +239,8 @@ def config_document(model: ModelConfig, dtype: str, end_of_text: int | None) -> 
         "rope_scaling": _scaling_document(model.rope_scaling),
         "rms_norm_eps": model.norm_eps,
         "tie_word_embeddings": model.tie_word_embeddings,
-        "initializer_range": model.init_std,
+        # Of what is trained already; transformers takes no more.
+        "initializer_range": min(model.init_std, 1.0),
         **kind.fixed,
         "attention_dropout": 0.0,
         "pretraining_tp": 1,
@@ -258,11 +264,27 @@ def _experts_document(model: ModelConfig, kind: Architecture) -> dict[str, Any]:
     document |= {"moe_intermediate_size": expert_width(model), "norm_topk_prob": model.norm_topk_prob}
     if kind is QWEN3_MOE:
         return {**document, "mlp_only_layers": list(range(model.first_k_dense_replace))}
-    keys = ("first_k_dense_replace", "routed_scaling_factor", "n_group", "topk_group")
+    keys = ("first_k_dense_replace", "routed_scaling_factor")
+    num_groups, num_chosen = groups_that_count(model)
+    groups = {"n_group": num_groups, "topk_group": num_chosen}
     num_shared = model.shared_expert_intermediate_size // expert_width(model)
     # No layer that predicts further tokens.
     alone = {"n_shared_experts": num_shared, "num_nextn_predict_layers": 0}
-    return {**document, **{key: getattr(model, key) for key in keys}, **alone}
+    return {**document, **{key: getattr(model, key) for key in keys}, **groups, **alone}
+
+
+def groups_that_count(model: ModelConfig) -> tuple[int, int]:
+    """Return the groups of experts and how many of them are chosen; one where a token may choose all."""
+    return (1, 1) if model.n_group == model.topk_group else (model.n_group, model.topk_group)
+
+
+def _not_loaded(model: ModelConfig, kind: Architecture) -> Iterator[str]:
+    """Yield what ours has and transformers 5 says no to, though the architecture has it."""
+    heads, hidden = model.num_attention_heads, model.hidden_size
+    if kind is LLAMA and hidden % heads:
+        yield f"model.hidden_size={hidden}, which is no multiple of model.num_attention_heads={heads}"
+    if kind is DEEPSEEK_V3 and model.num_experts // groups_that_count(model)[0] < _FEWEST_IN_GROUP:
+        yield f"model.num_experts={model.num_experts} in {model.n_group} groups: it wants two in each"
 
 
 def _scaling_document(scaling: RopeScaling) -> dict[str, Any] | None:
@@ -418,11 +440,13 @@ def _kind_of(document: Mapping[str, Any], source: str) -> Architecture:
 
 def _rope(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return rotary settings under one set of names, whichever version wrote them."""
-    rope: dict[str, Any] = {}
-    for key in ("rope_scaling", "rope_parameters"):
-        value = document.get(key)
-        if isinstance(value, dict):
-            rope.update({inner: number for inner, number in value.items() if number is not None})
+    # Of both, transformers takes all of the older one: people add it to a file by hand.
+    given = document.get("rope_scaling") or document.get("rope_parameters")
+    given = given if isinstance(given, dict) else {}
+    rope = {key: value for key, value in given.items() if value is not None}
+    longest = "original_max_position_embeddings"
+    if document.get(longest) is not None:
+        rope[longest] = document[longest]
     # `type` is the name that the first Llama configurations used.
     rope.setdefault("rope_type", rope.pop("type", "default"))
     return rope

@@ -22,10 +22,11 @@ from checkpointing.manifest import Chunk, File, Manifest, Tensor
 from checkpointing.storage import Storage, open_storage
 from conf.schema import Config, ModelConfig, MoeBalance
 from orchestra.errors import DataError
-from orchestra.huggingface.config_json import MIXTRAL, architecture_of, model_of
+from orchestra.huggingface.config_json import MIXTRAL, architecture_of, groups_that_count, model_of
 from orchestra.huggingface.hub_names import (
     CHECKPOINT_PREFIX,
     GATE_AND_UP,
+    OUTPUT,
     ROUTER_BIAS,
     StoredPart,
     bias_shapes,
@@ -159,6 +160,8 @@ class Folder:
     name: str
     model: ModelConfig
     manifest: Manifest
+    # Whether it has an output matrix that nobody reads, since config.json ties it to the embeddings.
+    has_second_output: bool = False
 
     @property
     def dtypes(self) -> list[str]:
@@ -226,7 +229,8 @@ def _opened(place: str, storage: Storage, name: str) -> Folder:
     stored = _tensors(headers, place)
     tensors = _taken(stored, _checked(stored, model, place), model, place)
     sizes = {file: header.num_bytes for file, header in headers.items()}
-    return Folder(place, storage, name, model, _manifest(sizes, tensors))
+    second = model.tie_word_embeddings and OUTPUT in stored
+    return Folder(place, storage, name, model, _manifest(sizes, tensors), has_second_output=second)
 
 
 def _json(storage: Storage, path: str, place: str) -> Any:
@@ -469,6 +473,8 @@ def _is_same(own: ModelConfig, other: ModelConfig, key: str) -> bool:
     if key == "head_dim" and own.num_attention_heads:
         # A null that means the same number; where heads differ that is said by itself.
         return other.kv_lora_rank is not None or attention_width(own) == attention_width(other)
+    if key in ("n_group", "topk_group"):
+        return groups_that_count(own) == groups_that_count(other)
     if key == "moe_intermediate_size":
         return expert_width(own) == expert_width(other)
     if key == "intermediate_size" and other.num_experts and not other.first_k_dense_replace:

@@ -17,7 +17,7 @@ from orchestra.sizes.flops import attention_width, expert_width, head_dim
 
 # What a checkpoint calls the parameters of the model: this and the parameter's own name.
 CHECKPOINT_PREFIX = "model."
-_OUTPUT = "lm_head.weight"
+OUTPUT = "lm_head.weight"
 _EXPERTS = "mlp.experts."
 ROUTER_BIAS = "mlp.gate.e_score_correction_bias"
 # The tensor in which transformers has gate and up of all experts of a layer, if it is asked to.
@@ -43,7 +43,7 @@ def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes |= {f"layers.{layer}.{name}": shape for name, shape in of_layer.items()}
     shapes["norm.weight"] = (hidden,)
     if not model.tie_word_embeddings:
-        shapes[_OUTPUT] = (model.vocab_size, hidden)
+        shapes[OUTPUT] = (model.vocab_size, hidden)
     return shapes
 
 
@@ -114,7 +114,7 @@ def _mixture_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def hugging_face_name(parameter: str) -> str:
     """Return what Hugging Face calls a parameter: the output matrix lies outside of `model`."""
-    return parameter if parameter == _OUTPUT else f"model.{parameter}"
+    return parameter if parameter == OUTPUT else f"model.{parameter}"
 
 
 def is_superfluous(name: str, model: ModelConfig) -> bool:
@@ -125,7 +125,7 @@ def is_superfluous(name: str, model: ModelConfig) -> bool:
     parts = name.split(".")
     if model.kv_lora_rank is not None and parts[:2] == ["model", "layers"] and parts[2:3]:
         return parts[2].isdecimal() and int(parts[2]) >= model.num_hidden_layers
-    return name.endswith(".rotary_emb.inv_freq") or (model.tie_word_embeddings and name == _OUTPUT)
+    return name.endswith(".rotary_emb.inv_freq") or (model.tie_word_embeddings and name == OUTPUT)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,9 @@ from orchestra.sizes.units import TERA
 
 # Gradients shard over all data-parallel ranks unless a configuration says fewer.
 _USUAL_FRAMEWORK = "orchestra"
+_GB = 1e9
+# Overrides that say which machines are planned for.
+_CHOOSING = ("cluster=", "+cluster=", "cluster.launcher=", "cluster.device=cpu", "experiment=")
 _OPEN_RANKS = "cluster.gpus_per_node=auto: the planner needs a number; use cluster.gpus_per_node=8"
 
 
@@ -47,12 +50,15 @@ def case_of(
     if cluster.peak_tflops is not None:
         accelerator = replace(accelerator, peak_flops=cluster.peak_tflops * TERA)
     trainer = framework(framework_name)
+    network = _as_configured(network_of(trainer, accelerator.name), cluster.network)
+    if cluster.network.intra_node_bytes_per_s is not None and fitted is None:
+        accelerator, network = _inside(accelerator, network, cluster.network.intra_node_bytes_per_s)
     shape = shape_of(config)
     case = PlanCase(
         **{field.name: getattr(shape, field.name) for field in fields(shape)},
         device=accelerator,
         devices_per_node=ranks,
-        network=_as_configured(network_of(trainer, accelerator.name), cluster.network),
+        network=network,
         framework=trainer,
     )
     return case if fitted is None else with_profile(case, fitted, threads_of(config, fitted))
@@ -115,7 +121,8 @@ def network_of(profile: Framework, device_name: str) -> Network:
 def _as_configured(network: Network, given: NetworkConfig) -> Network:
     """Let what a configuration says of the network take the place of the profile's figures."""
     if given.inter_node_bytes_per_s is not None:
-        network = devices.data_sheet_network(given.inter_node_bytes_per_s)
+        rate = f"{given.inter_node_bytes_per_s / _GB:.3g} GB/s per device between nodes"
+        network = devices.reached_network(given.inter_node_bytes_per_s, f"measured or given: {rate}")
     if given.intra_node_latency_s is not None:
         network = replace(network, inside_latency_s=given.intra_node_latency_s)
     if given.inter_node_latency_s is not None:
@@ -123,12 +130,23 @@ def _as_configured(network: Network, given: NetworkConfig) -> Network:
     return network
 
 
+def _inside(accelerator: Accelerator, network: Network, bytes_per_s: float) -> tuple[Accelerator, Network]:
+    """Let the bus bandwidth that all-reduces reach inside a node take the place of a share of the links'."""
+    gathers = network.inside_all_gather / network.inside_all_reduce
+    reached = replace(network, inside_all_reduce=1.0, inside_all_gather=gathers)
+    return replace(accelerator, link_bytes_per_s=bytes_per_s), reached
+
+
+def chooses_cluster(overrides: Sequence[str]) -> bool:
+    """Whether overrides say which machines are planned for; else `for_planning` assumes usual ones."""
+    return any(each.startswith(_CHOOSING) for each in overrides)
+
+
 def for_planning(overrides: Sequence[str]) -> list[str]:
     """Return overrides that plan for nodes of GPUs where they choose neither a cluster nor a CPU's profile,
     and that need no data where they name none: what is trained on changes nothing here.
     """
-    chosen = ("cluster=", "+cluster=", "cluster.launcher=", "cluster.device=cpu", "experiment=")
-    ours = [] if any(each.startswith(chosen) for each in overrides) else ["cluster=slurm"]
+    ours = [] if chooses_cluster(overrides) else ["cluster=slurm"]
     if ours and any(each.startswith("cluster.hardware=") and is_profile(each) for each in overrides):
         ours = _for_profile(overrides)
     usual = {"cluster.device": Device.cuda.value, "cluster.gpus_per_node": "8", "cluster.hardware": "h100"}

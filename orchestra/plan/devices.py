@@ -225,22 +225,30 @@ _NODES = (2, 1024)
 
 def data_sheet_network(adapter_bytes_per_s: float) -> Network:
     """Return a fat-tree network from its adapters' rate. Assumed, not measured: rings reach 85 % of it
-    between two nodes and half of that among 1,024; a collective takes 20 µs inside a node, and 10 µs for
-    each level of a tree over the ranks, up and down, between nodes.
+    between two nodes.
     """
-    node = 0.85 * adapter_bytes_per_s * _ADAPTERS_PER_NODE
+    source = f"data sheet: {adapter_bytes_per_s / 1e9:.0f} GB/s per device between nodes"
+    return reached_network(0.85 * adapter_bytes_per_s, source)
+
+
+def reached_network(bytes_per_s: float, source: str) -> Network:
+    """Return a fat-tree network of which each device reaches `bytes_per_s` (bus bandwidth) between two nodes.
+    Assumed: half of that among 1,024; a collective takes 20 µs inside a node, and 10 µs for each level of a
+    tree over the ranks, up and down, between nodes.
+    """
+    node = bytes_per_s * _ADAPTERS_PER_NODE
     points = tuple((nodes, node * (0.5 if nodes > 2 else 1.0)) for nodes in _NODES)
     return Network(
-        name="data sheet",
+        name="fat tree",
         inside_all_reduce=0.78,
         inside_all_gather=250 / 450,
         between_all_reduce=points,
         between_all_gather=points,
-        adapter_bytes_per_s=0.85 * adapter_bytes_per_s,
+        adapter_bytes_per_s=bytes_per_s,
         inside_latency_s=20e-6,
         between_latency_s=10e-6,
         steps_by_rank=False,
-        source=f"data sheet: {adapter_bytes_per_s / 1e9:.0f} GB/s per device between nodes",
+        source=source,
     )
 
 

@@ -7,7 +7,6 @@ no figure and keeps none.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import secrets
@@ -280,16 +279,11 @@ def file_of(config: Config) -> Path:
     """
     if config.cluster.launcher is not LauncherName.slurm:
         return measured_file(os.environ, socket.gethostname())
-    return measured_file(os.environ, _slurms_name() or config.cluster.name)
-
-
-@functools.cache
-def _slurms_name() -> str | None:
-    """Ask Slurm once for its name of the cluster, however many runs are made ready."""
     try:
-        return cluster_name(os.environ)
+        name = cluster_name(os.environ)
     except LauncherError:
-        return None
+        name = config.cluster.name
+    return measured_file(os.environ, name)
 
 
 def with_measured_network(config: Config) -> Config:

@@ -152,6 +152,7 @@ def tokenizer_file(folder: Folder) -> str | None:
 
 def _print(folder: Folder, overrides: Sequence[str]) -> None:
     from orchestra.huggingface.config_json import architecture_of
+    from orchestra.huggingface.hub_names import OUTPUT
 
     model, manifest = folder.model, folder.manifest
     print(folder.place)
@@ -169,7 +170,12 @@ def _print(folder: Folder, overrides: Sequence[str]) -> None:
     types = ", ".join(folder.dtypes)
     print(f"{folder.num_parameters:,} parameters in {len(manifest.tensors)} tensors ({types})")
     print(f"{size}B in {figures.number_of(len(manifest.files), 'file')}")
-    print("names, shapes and types of all tensors fit; the weights themselves were not read\n")
+    print("names, shapes and types of all tensors fit; the weights themselves were not read")
+    if folder.has_second_output:
+        tied = f"{OUTPUT} is in the files and left out: config.json ties it to the embeddings"
+        advice = "transformers 5 uses it where its numbers differ; so do runs from a copy that says false"
+        print("\n".join(figures.wrapped(f"{tied} ({advice})", "note: ", " " * 6)))
+    print()
     tokenizer = tokenizer_file(folder)
     if tokenizer is not None:
         print("pack text with its tokenizer:")

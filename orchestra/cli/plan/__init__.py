@@ -10,16 +10,17 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from conf.schema import Config
+from conf.schema import Config, LauncherName
 from orchestra import __version__
 from orchestra.config.compose import compose
 from orchestra.config.machine import Situation
 from orchestra.errors import ConfigError
-from orchestra.plan.assemble import case_of, for_planning
+from orchestra.plan.assemble import case_of, chooses_cluster, for_planning
 from orchestra.plan.case import PlanCase
 from orchestra.plan.frameworks import OWN
 from orchestra.report.page.html_page import html_page
 from orchestra.run.files import write_atomically
+from orchestra.submit.network_bench import with_measured_network
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,15 @@ def option_of(name: str) -> str:
 
 def configuration(overrides: Sequence[str]) -> Config:
     """Return what overrides mean where nothing is trained. Raises ConfigError for what is wrong with them."""
-    return compose(for_planning(overrides), Situation("plan")).config
+    return with_network(compose(for_planning(overrides), Situation("plan")).config, overrides)
+
+
+def with_network(config: Config, typed: Sequence[str]) -> Config:
+    """Return the configuration with what `bench network` measured of its cluster of Slurm, where `typed`
+    chooses one: usual machines that are assumed have a usual network.
+    """
+    is_chosen = config.cluster.launcher is LauncherName.slurm and chooses_cluster(typed)
+    return with_measured_network(config) if is_chosen else config
 
 
 def case_for(config: Config, arguments: Namespace) -> PlanCase:

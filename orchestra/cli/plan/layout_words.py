@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from conf.schema import ModelConfig, PipelineSchedule, Recompute, TrainConfig
+from conf.schema import ModelConfig, PipelineSchedule, PrecisionName, Recompute, TrainConfig
 from orchestra.cli.text import figures
 from orchestra.cli.text.describe import ramp_lines
 from orchestra.plan.case import PlanCase
@@ -54,13 +54,14 @@ def table(titles: Sequence[str], rows: Sequence[tuple[str, ...]]) -> list[str]:
     ]
     kept = [figures.without(cells, header, unused) for cells in rows]
     shown = figures.without(header, header, unused)
-    return figures.fitting_table(shown, kept, figures.WIDTH, ("MFU",)).splitlines()
+    return figures.fitting_table(shown, kept, figures.WIDTH, ("MFU", "vs best")).splitlines()
 
 
-def model(config: ModelConfig) -> str:
-    """Return a model's name and size: of a mixture of experts also what one token goes through."""
+def model_lines(config: ModelConfig, precision: PrecisionName) -> list[str]:
+    """Return a model's name and size, of a mixture of experts also what one token goes through."""
     active = f", {num_active_parameters(config):,} active" if config.num_experts else ""
-    return f"{config.name}: {num_parameters(config):,} parameters{active}"
+    size = f"{config.name}: {num_parameters(config):,} parameters{active}, {precision.value}"
+    return figures.wrapped(size, "model   ", " " * 8)
 
 
 def batch(train: TrainConfig, num_sequences: int) -> list[str]:

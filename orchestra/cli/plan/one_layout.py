@@ -147,7 +147,7 @@ def header(train: TrainConfig, case: PlanCase) -> list[str]:
     parts = f"micro-batch {case.micro_batch_size} × accumulation {case.accumulation} × dp {mesh.dp}"
     nodes = f"{case.num_nodes} node{'s' if case.num_nodes > 1 else ''}"
     return [
-        f"model   {layout_words.model(model)}, {case.precision.value}",
+        *layout_words.model_lines(model, case.precision),
         f"layout  {', '.join(used)}",
         *(f"        schedule {words}" for words in layout_words.schedule(case)),
         *layout_words.batch(train, case.tokens_per_step // case.seq_len),

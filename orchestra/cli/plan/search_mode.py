@@ -10,13 +10,13 @@ from __future__ import annotations
 import shlex
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from typing import Any
 
 from conf.schema import Config, LauncherName
-from orchestra.cli.plan import Mode, layout_words, print_result
+from orchestra.cli.plan import Mode, layout_words, print_result, with_network
 from orchestra.cli.text import figures
 from orchestra.config.compose import merge, said_twice, settled
 from orchestra.config.compose import typed as typed_config
@@ -123,7 +123,7 @@ class SearchRequest:
         return {name: value for name, value in asdict(self.fixed).items() if value is not None}
 
 
-def ask(typed: list[str]) -> SearchRequest:
+def ask(typed: Sequence[str]) -> SearchRequest:
     """Return the configuration to search layouts for, and which of its values stay as they are.
 
     Raises ConfigError with every problem that no layout would cure.
@@ -134,6 +134,7 @@ def ask(typed: list[str]) -> SearchRequest:
         raise ConfigError(checked.problems)
     given = typed_config(merge(checked)[0])
     config, broken = settled(given, checked, Situation("plan"))
+    config = with_network(config, typed)
     lasting = [*said_twice(given, checked.keys), *_lasting(config, broken)]
     if lasting:
         raise ConfigError(lasting)
@@ -204,7 +205,7 @@ def _header(request: SearchRequest, result: SearchResult) -> list[str]:
         f"{name.replace('_', ' ')} {layout_words.value(value)}" for name, value in request.kept.items()
     )
     return [
-        f"model   {layout_words.model(base.model)}, {base.precision.value}",
+        *layout_words.model_lines(base.model, base.precision),
         *layout_words.batch(request.config.train, request.num_sequences),
         f"device  {base.layout.world_size:,} × {device.name} on {nodes}, {usable}",
         f"search  {result.num_layouts:,} layouts, {result.num_fitting:,} fit; profile {base.framework.name}",
@@ -437,10 +438,12 @@ def overrides_of(request: SearchRequest, case: PlanCase) -> list[str]:
     wanted["train.recompute_budget_gib"] = None
     if config.train.global_batch_tokens is None:
         wanted["train.global_batch_size"] = request.num_sequences
+    # A batch that was assumed is another one for other degrees.
+    always = {KEYS["micro_batch_size"], *(["train.global_batch_size"] if request.is_batch_assumed else [])}
     return [
         f"{key}={shown(value)}"
         for key, value in wanted.items()
-        if key == KEYS["micro_batch_size"] or attrgetter(key)(config) != value
+        if key in always or attrgetter(key)(config) != value
     ]
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from conf.schema import Config, ModelConfig
-from orchestra.cli.plan import Mode, configuration, layout_words, print_result, search_mode
+from orchestra.cli.plan import Mode, layout_words, print_result, search_mode
 from orchestra.cli.text import figures
 from orchestra.config.machine import tokens_per_step
 from orchestra.errors import EXIT_DONE, EXIT_FAILED, ConfigError
@@ -27,8 +27,8 @@ _EXPLAINED = """\
 where given). What is not given is assumed and told: bf16, the model's own context, a usual batch, and the
 fastest layout that fits. It ends with 1 where nothing fits.
 """
-# Nodes that are tried for the fewest GPUs that fit; before them the GPUs of one node.
-_NODES = (1, 2, 4, 8, 16, 32, 64, 128)
+# Most nodes that are tried for the fewest GPUs that fit.
+_MOST_NODES = 128
 _USUAL_GPUS = 64
 _SIZE = ("cluster.nodes", "cluster.gpus_per_node")
 # Tokens of a step below this many parameters: GPT-3's of its smallest model (arXiv:2005.14165, table 2.1);
@@ -68,11 +68,11 @@ def _run(arguments: Namespace) -> int:
     overrides = [*arguments.overrides, *assumed, f"train.tokens={arguments.tokens}"]
     framework = arguments.framework or OWN
     nodes_given = _given(arguments.overrides, "experiment", *_SIZE)
-    config = configuration(overrides)
+    config = search_mode.ask(overrides).config
     usual = replace(config.cluster, nodes=max(1, _USUAL_GPUS // _per_node(config)))
     whole = config if nodes_given else replace(config, cluster=usual)
     asked = _planned(overrides, whole.cluster.nodes, _per_node(config), framework)
-    fewest = next(filter(None, (_planned(overrides, *size, framework) for size in _sizes(config))), None)
+    fewest = _fewest(overrides, config, framework)
     print_result(
         arguments,
         lambda: {
@@ -99,7 +99,8 @@ def _assumed(overrides: Sequence[str], tokens: str) -> list[str]:
     """Return what anybody would add where nothing is said. Raises ConfigError for wrong overrides."""
     if _given(overrides, "train.steps", "train.tokens"):
         raise ConfigError(f"--tokens {tokens} says the same as train.steps or train.tokens; give one of them")
-    model = configuration(overrides).model
+    config = search_mode.ask(overrides).config
+    model = config.model
     if _given(overrides, "experiment"):
         # It says them all.
         return []
@@ -111,8 +112,13 @@ def _assumed(overrides: Sequence[str], tokens: str) -> list[str]:
         overrides, "train", "train.global_batch_size", "train.global_batch_tokens", "train.batch_ramp"
     ):
         usual = _SMALL_BATCH_TOKENS if num_parameters(model) < _LARGE_MODEL else _LARGE_BATCH_TOKENS
-        seq_len = configuration([*overrides, *ours]).train.seq_len
-        ours.append(f"train.global_batch_tokens={max(1, usual // seq_len) * seq_len}")
+        seq_len = search_mode.ask([*overrides, *ours]).config.train.seq_len
+        # Shared out evenly among the devices that are asked for.
+        ranks = config.cluster.nodes * _per_node(config) if _given(overrides, *_SIZE) else 1
+        sequences = max(1, usual // seq_len)
+        if ranks <= sequences:
+            sequences = -(-sequences // ranks) * ranks
+        ours.append(f"train.global_batch_tokens={sequences * seq_len}")
     return ours
 
 
@@ -127,11 +133,25 @@ def _per_node(config: Config) -> int:
     return ranks if isinstance(ranks, int) else 8
 
 
-def _sizes(config: Config) -> Iterator[tuple[int, int]]:
-    """Yield nodes and GPUs of each, the fewest GPUs first."""
-    whole = _per_node(config)
-    yield from ((1, ranks) for ranks in (1, 2, 4) if ranks < whole)
-    yield from ((nodes, whole) for nodes in _NODES)
+def _fewest(overrides: Sequence[str], config: Config, framework: str) -> GpuPlan | None:
+    """Return the fastest layout on the fewest GPUs on which any fits; None where it takes too many."""
+    whole, least = _per_node(config), 1
+    request = search_mode.ask(overrides)
+    parts = [(1, ranks) for ranks in range(1, whole)]
+    for nodes, ranks in [*parts, *((nodes, whole) for nodes in range(1, _MOST_NODES + 1))]:
+        if nodes * ranks < least:
+            continue
+        cluster = replace(request.config.cluster, nodes=nodes, gpus_per_node=ranks)
+        sized = replace(request.config, cluster=cluster)
+        space = space_of(sized, framework, request.num_sequences, request.fixed)
+        # Looked at before a search, which takes seconds.
+        if peak_that_fits(replace(space, wide=True)) is None:
+            continue
+        if (plan := _planned(overrides, nodes, ranks, framework)) is not None:
+            return plan
+        # What orchestra's trainer does not run fits: it hardly will on one more.
+        least = 2 * nodes * ranks
+    return None
 
 
 def _planned(overrides: Sequence[str], nodes: int, ranks: int, framework: str) -> GpuPlan | None:
@@ -145,7 +165,6 @@ def _planned(overrides: Sequence[str], nodes: int, ranks: int, framework: str) -
         return None
     space = space_of(request.config, framework, request.num_sequences, request.fixed)
     if peak_that_fits(replace(space, wide=True)) is None:
-        # A search takes seconds where nothing fits.
         return None
     found = search(space, 1, search_mode.runs_today(request.config)).chosen
     if not found:
@@ -162,14 +181,14 @@ def _lines(
     up_to = "up to " if train.batch_ramp else ""
     steps = f"{train.steps:,} steps of {up_to}{tokens_per_step(config):,}"
     whole = f"{figures.quantity(float(train.tokens))} = {steps}"
-    yield f"model   {layout_words.model(config.model)}, {config.precision.name.value}"
+    yield from layout_words.model_lines(config.model, config.precision.name)
     yield f"tokens  {whole} in sequences of {train.seq_len:,}"
     told = [*assumed, "the fastest layout that fits (parallelism, micro-batch, recomputation)"]
     yield from figures.wrapped(f"{', '.join(told)}; nothing fails", "assumed ", " " * 8, keeps_words=True)
     yield ""
     gpus = config.cluster.nodes * _per_node(config)
     if fewest is None:
-        yield f"none    does not fit on up to {_NODES[-1] * _per_node(config):,} {config.cluster.hardware}"
+        yield f"none    does not fit on up to {_MOST_NODES * _per_node(config):,} {config.cluster.hardware}"
     else:
         yield from _of(f"fewest GPUs that fit: {fewest.num_gpus:,}", fewest)
     if asked is None:

@@ -145,6 +145,16 @@ def test_biases_stay_fp32_and_are_zero_where_the_run_had_none(tmp_path: Path) ->
         ("qwen3-moe", {"shared_expert_intermediate_size": 8}, "Qwen3-MoE.*intermediate_size=0"),
         ("qwen3-moe", {"scoring_func": ScoringFunc.sigmoid}, "scoring_func=softmax"),
         ("deepseek-v3", {"shared_expert_intermediate_size": 25}, "multiple of the experts' width 24"),
+        (
+            "deepseek-v3",
+            {"num_experts": 4, "n_group": 4, "topk_group": 2},
+            "DeepSeek-V3 with.* in 4 groups",
+        ),
+        (
+            "llama",
+            {"hidden_size": 50, "head_dim": 16},
+            "Llama with model.hidden_size=50, which is no mul",
+        ),
         ("deepseek-v3", {"num_experts": 0}, r"experts beside latent attention \(here model.num_experts=0"),
     ],
 )
@@ -152,7 +162,16 @@ def test_what_transformers_does_not_have_is_not_exported(
     name: str, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(DataError, match=message):
-        config_document(replace(FAMILIES[name], **changes), "F32", None)
+        config_document(replace({**FAMILIES, "llama": small()}[name], **changes), "F32", None)
+
+
+def test_groups_that_are_all_chosen_from_are_written_as_one_and_mean_the_same() -> None:
+    model = replace(DEEPSEEK_V3, n_group=4, topk_group=4, init_std=1.5)
+    document = config_document(model, "F32", None)
+    assert (document["n_group"], document["topk_group"], document["initializer_range"]) == (1, 1, 1.0)
+    again = model_of(document, "config.json", "again")
+    assert differences(model, again) == []
+    assert differences(replace(model, topk_group=2), again) != []
 
 
 @pytest.mark.parametrize(

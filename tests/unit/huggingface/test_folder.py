@@ -76,13 +76,24 @@ def test_configurations_of_older_versions_mean_the_same(folder: Path) -> None:
     assert differences(open_folder(str(folder)).model, expected) == []
 
 
+def test_scaling_that_was_added_by_hand_counts_as_it_does_for_transformers(folder: Path) -> None:
+    document = json.loads((folder / "config.json").read_text())
+    assert document["rope_parameters"]["rope_type"] == "default"
+    scaling = {"type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    document |= {"rope_scaling": scaling, "original_max_position_embeddings": 32}
+    (folder / "config.json").write_text(json.dumps(document))
+    assert differences(open_folder(str(folder)).model, small(rope_scaling=SCALED)) == []
+
+
 def test_an_output_matrix_that_is_tied_and_old_frequencies_may_be_in_the_file(tmp_path: Path) -> None:
     reference_llama(small(tie_word_embeddings=True)).save_pretrained(tmp_path / "llama")
     tensors = load_file(tmp_path / "llama" / SINGLE_FILE)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
     save_file(tensors, tmp_path / "llama" / SINGLE_FILE)
-    assert "model.lm_head.weight" not in open_folder(str(tmp_path / "llama")).manifest.tensors
+    found = open_folder(str(tmp_path / "llama"))
+    assert "model.lm_head.weight" not in found.manifest.tensors
+    assert found.has_second_output
 
 
 @pytest.mark.parametrize(
@@ -96,6 +107,9 @@ def test_an_output_matrix_that_is_tied_and_old_frequencies_may_be_in_the_file(tm
         ({"mlp_bias": True}, "mlp_bias=True"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, r"rope_type='yarn'.*'llama3'"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "factor is None"),
+        # Beside the rope_parameters of transformers 5, which count for nothing then.
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, r"rope_type='yarn'"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, r"rope_type='linear'"),
         ({"quantization_config": {"bits": 4}}, "quantized"),
         ({"hidden_size": "48"}, r"hidden_size is '48', expected a whole number"),
         ({"hidden_size": 50, "head_dim": None}, "does not divide hidden_size=50"),

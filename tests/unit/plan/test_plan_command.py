@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 import re
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from plan_cases import PlanCommand, row, write_table
 
 from orchestra.cli.plan.exact_mode import Compared, comparison_lines
+from orchestra.sizes.network import Measured, measured_file, write_measured
 
 MODEL = ("model.hidden_size=256", "model.num_hidden_layers=2", "train.seq_len=128", "precision=bf16")
 
@@ -54,6 +56,39 @@ def test_each_axis_is_shown_with_the_links_that_it_uses(plan: PlanCommand) -> No
         "pp 4: across 4 nodes, 42.5 GB/s a device",
     ]
     assert plan.facts(*words)["links"][-1] == {"axis": "pp", "degree": 4, "num_nodes": 4}
+
+
+def test_what_a_network_reaches_is_predicted_with_and_measured_figures_hold_where_none_are_given(
+    plan: PlanCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("model=llama3_8b", "precision=bf16", "train.seq_len=8192", "parallelism=tp8", "cluster.nodes=2")
+    lab = ("cluster=slurm", "cluster.device=cuda", "cluster.gpus_per_node=8", "cluster.hardware=h100")
+    names = ("intra_node_bytes_per_s", "inter_node_bytes_per_s")
+    given = [f"cluster.network.{name}={rate}" for name, rate in zip(names, ("5e9", "1e9"), strict=True)]
+    usual, slow = plan.facts(*words)["step_time_s"], plan.facts(*words, *given)["step_time_s"]
+    assert slow > 2 * usual
+    assert "dp 2: across 2 nodes, 1 GB/s a device" in plan.text(*words, *given)
+    inside_only = plan.facts(*words, given[0])["step_time_s"]
+    assert usual < inside_only < slow
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    monkeypatch.setenv("SLURM_CLUSTER_NAME", "lab")
+    figures = {names[0]: 5e9, names[1]: 1e9}
+    measured = Measured("cuda", "nccl", "ib0", ("node1", "node2"), 8, 1.7e9, **figures)
+    write_measured(measured_file(os.environ, "lab"), measured)
+    assert plan.facts(*words, *lab)["step_time_s"] == slow
+    assert plan.facts(*words)["step_time_s"] == usual, "of assumed machines nothing was measured"
+    assert plan.facts(*words, *lab, "cluster.network.inter_node_bytes_per_s=42.5e9")["step_time_s"] < slow
+    searches = ("--search", *words, *lab, "parallelism.pp=1", "parallelism.cp=1", "parallelism.tp=8")
+    speeds = []
+    for file in (tmp_path, tmp_path / "nothing"):
+        monkeypatch.setenv("XDG_DATA_HOME", str(file))
+        speeds.append(plan.facts(*searches)["layouts"][0]["tokens_per_s"])
+    assert speeds[0] < 0.6 * speeds[1]
+
+
+def test_a_mixture_s_name_and_sizes_are_no_wider_than_a_terminal(plan: PlanCommand) -> None:
+    text = plan.text("model=mixtral_8x7b", "precision=bf16_fp32_grad", code=1)
+    assert "active,\n        bf16_fp32_grad\n" in text
 
 
 def test_ranks_that_share_a_device_share_its_memory(plan: PlanCommand) -> None:

@@ -50,6 +50,16 @@ def test_the_commands_mean_the_layouts_that_were_found(plan: PlanCommand) -> Non
     assert compose([*submitted, "data=stdlib"], Situation("submit")).config
 
 
+def test_a_batch_that_was_assumed_is_that_of_the_command_too(plan: PlanCommand) -> None:
+    """On 24 GPUs 24 sequences are assumed; a layout of fewer data-parallel ranks by itself takes 16."""
+    typed = ["model=llama3_8b", "cluster.nodes=3", "precision=bf16", "train.seq_len=8192", "parallelism.tp=8"]
+    ((_, _, *overrides),) = commands(plan.text("--search", *typed))
+    assert "train.global_batch_size=24" in overrides
+    (best, *_) = plan.facts("--search", *typed)["layouts"]
+    assert "train.global_batch_size=24" in best["overrides"]
+    assert predict(case_of(configuration(overrides))).time.total == best["step_time_s"]
+
+
 def test_a_layout_shares_out_each_batch_of_a_ramp(plan: PlanCommand) -> None:
     """32, then 96 sequences: 24 GPUs could share out the second alone, and a micro-batch of 12 would too."""
     batches = "[{tokens: 0, global_batch_tokens: 32768}, {tokens: 1000000, global_batch_tokens: 98304}]"

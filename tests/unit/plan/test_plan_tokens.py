@@ -33,6 +33,25 @@ def test_what_is_said_is_not_assumed(orchestra: CommandLine) -> None:
     assert "--tokens 1T says the same as train.steps" in error
 
 
+def test_any_number_of_nodes_shares_out_a_batch_that_is_assumed_or_has_a_layout_for_one_that_is_given(
+    orchestra: CommandLine,
+) -> None:
+    axes = ["parallelism.tp=1", "parallelism.cp=1"]
+    found = orchestra.json("plan", "model=llama3_8b", "cluster.nodes=3", *axes, "--tokens", "1T")
+    assert found["assumed"][-1] == f"train.global_batch_tokens={528 * 8192}"
+    assert (found["asked"]["gpus"], found["asked"]["dp"]) == (24, 24)
+    given = ["model=llama3_8b", "cluster.nodes=3", *axes, "train.global_batch_size=512"]
+    found = orchestra.json("plan", *given, "--tokens", "1T")
+    assert (found["asked"]["dp"], found["asked"]["pp"]) == (8, 3)
+
+
+def test_the_fewest_gpus_are_no_power_of_two_where_fewer_fit(orchestra: CommandLine) -> None:
+    """Five nodes of eight: 175 billion parameters take 16 bytes each, and 40 of these GPUs have 2.9e12."""
+    words = ["model=gpt3_175b", "cluster.hardware=a100_80", "parallelism.cp=1", "parallelism.tp=2"]
+    facts = orchestra.json("plan", *words, "cluster.nodes=4", "--tokens", "300B", code=EXIT_FAILED)
+    assert (facts["asked"], facts["fewest"]["gpus"], facts["fewest"]["fits"]) == (None, 40, True)
+
+
 def test_axes_that_are_given_are_kept(orchestra: CommandLine) -> None:
     model = ["model=qwen3_30b_a3b", "model.num_hidden_layers=4", "train.seq_len=4096", "cluster.nodes=2"]
     facts = orchestra.json("plan", *model, "parallelism.pp=2", "parallelism.ep=4", "--tokens", "1B")
