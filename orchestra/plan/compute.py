@@ -28,7 +28,7 @@ from orchestra.plan.kernels.memory_passes import (
     loss_bytes,
     rounding_bytes,
 )
-from orchestra.plan.kernels.product_tiles import slowdown, unaligned_slowdown
+from orchestra.plan.kernels.product_tiles import ALIGNED_BYTES, slowdown, unaligned_slowdown
 from orchestra.sizes.flops import (
     attention_width,
     core_width,
@@ -74,6 +74,10 @@ _EXCHANGED_PASSES = 12
 # 1 M tokens), 0.75 to 1 in torchtitan's, 0.9 to 1 on B200.
 _RING_SHARE = 0.8
 _VENDOR_HEAD = 64
+# Products of heads whose rows do not begin at multiples of 16 bytes, where scores pass through memory: the
+# A100's rate without tensor cores (data sheet: 312 and 19.5 TFLOP/s). BLOOM's runs with heads of 108 and 150
+# took half as long again.
+_UNALIGNED_HEADS = 16.0
 
 
 @dataclass(frozen=True)
@@ -168,7 +172,9 @@ def _attention(case: PlanCase) -> float:
     flops = 2 * _PASSES * core_width(case.model) * pairs
     if framework.score_bytes:
         traffic = framework.score_bytes * case.model.num_attention_heads * pairs
-        return 2 * flops / device.product_flops + traffic / device.memory_bytes_per_s
+        row_bytes = head_dim(case.model) * tokens.width_bytes
+        slower = 1.0 if row_bytes % ALIGNED_BYTES == 0 else _UNALIGNED_HEADS
+        return slower * 2 * flops / device.product_flops + traffic / device.memory_bytes_per_s
     rate = device.attention_flops * framework.attention_rate
     rate *= _vendor_gain(case) if framework.uses_vendor_attention else 1.0
     is_ring = case.layout.cp > 1 and not case.framework.gathers_context

@@ -42,7 +42,7 @@ _USUAL = 749 / 780
 # Products that read rows which do not begin at multiples of 16 bytes load number by number; that they take
 # twice as long is assumed. Padding 50,257 words to 50,304 made all of nanoGPT some 25 % faster (Karpathy,
 # 2023), of whose FLOPs at 124M the output matrix has a third: twice is no exaggeration.
-_ALIGNED_BYTES, _UNALIGNED = 16, 2.0
+ALIGNED_BYTES, _UNALIGNED = 16, 2.0
 
 
 def slowdown(
@@ -74,7 +74,7 @@ def unaligned_slowdown(num_words: float, width_bytes: int) -> float:
     """Return the same for the output matrix, whose backward products both read gradients of the logits, for
     rows of so many words that no trainer has padded.
     """
-    if round(num_words) * width_bytes % _ALIGNED_BYTES == 0:
+    if round(num_words) * width_bytes % ALIGNED_BYTES == 0:
         return 1.0
     return (1 + 2 * _UNALIGNED) / 3
 
