@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from launchers import LauncherError
+from launchers.slurm.cluster import node_states
 from launchers.slurm.commands import output_of, scrubbed
 from orchestra.doctor import node_probe
 from orchestra.doctor.check import Check, Finding, Mark, Subject, graded
@@ -40,6 +41,9 @@ def check_nodes(num_nodes: int) -> Check:
 
 
 def _nodes(subject: Subject, num_nodes: int) -> Iterator[Finding]:
+    if (too_many := _too_many(subject, num_nodes)) is not None:
+        yield too_many
+        return
     root = Path(__file__).resolve().parents[2]
     folder = nearest_folder(subject.run_dir) / f".orchestra-doctor-{secrets.token_hex(4)}"
     folder.mkdir()
@@ -53,6 +57,21 @@ def _nodes(subject: Subject, num_nodes: int) -> Iterator[Finding]:
         yield _silent(answers, num_nodes, said)
     if answers:
         yield from judged(answers, root, subject, Path(sys.executable))
+
+
+def _too_many(subject: Subject, num_nodes: int) -> Finding | None:
+    """Return that there are fewer nodes at all; None where Slurm does not say, which srun then will."""
+    if any(option.removeprefix("--") == "clusters" for option, _ in subject.slurm_options):
+        return None
+    try:
+        known = len(node_states(subject.partition or None))
+    except LauncherError:
+        return None
+    if not 0 < known < num_nodes:
+        return None
+    where = f"partition {subject.partition}" if subject.partition else "the default partition"
+    found = f"{where} has {known} node{'s' if known > 1 else ''}, {num_nodes} were asked for"
+    return Finding("nodes", Mark.failed, found, f"ask for at most {known}")
 
 
 def _asked(subject: Subject, num_nodes: int, folder: Path, root: Path) -> tuple[str, str]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -66,6 +67,9 @@ def test_doctor_finds_two_nodes_well_and_leaves_no_job(cluster: Site) -> None:
     of_nodes = ("network", "orchestra", "python", "clocks")
     names = ("slurm", "shared run.dir", *(f"nodes' {name}" for name in of_nodes))
     assert {findings[name]["mark"] for name in names} == {"ok"}
+    more = json.loads(cluster.orchestra("doctor", "--nodes", "99", "--json", check=False).stdout)
+    (refused,) = [finding["found"] for finding in more["findings"] if finding["name"] == "nodes"]
+    assert re.fullmatch(r"the default partition has \d nodes, 99 were asked for", refused)
     assert not cluster.queue()
     assert not list(cluster.shared.glob(".orchestra-doctor-*"))
 
