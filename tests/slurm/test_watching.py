@@ -17,7 +17,7 @@ from orchestra.run.paths import Sweep, SweepArray, SweepDir, SweepMember, to_jso
 
 pytestmark = pytest.mark.slow
 
-BROKEN = "cluster.setup=['echo the module is not there >&2', 'exit 3']"
+BROKEN = "cluster.setup=['echo the module is not there >&2', 'false || exit 3']"
 
 
 @pytest.fixture(params=["accounting", "no accounting"])
