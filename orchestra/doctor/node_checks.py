@@ -61,8 +61,6 @@ def _nodes(subject: Subject, num_nodes: int) -> Iterator[Finding]:
 
 def _too_many(subject: Subject, num_nodes: int) -> Finding | None:
     """Return that there are fewer nodes at all; None where Slurm does not say, which srun then will."""
-    if any(option.removeprefix("--") == "clusters" for option, _ in subject.slurm_options):
-        return None
     try:
         known = len(node_states(subject.partition or None))
     except LauncherError:

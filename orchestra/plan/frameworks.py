@@ -255,8 +255,8 @@ FRAMEWORKS = {
             name="megatron-deepspeed",
             score_bytes=32.0,
             fuses_kernels=True,
-            # All that its layers lose beside their products: set on BLOOM's tuning runs. GPT-NeoX-20B is then
-            # met within 1 %, LUMI's runs within 5 % in the median, and MT-NLG planned 11 % too fast.
+            # All that its layers lose beside their products: set on BLOOM's tuning runs. MT-NLG is then
+            # planned 6 to 11 % too fast, and LUMI's runs 5 % too slow in the median.
             elementwise_bytes=2000.0,
             source="set on BLOOM's tuning runs (A100, DeepSpeed's pipelines, before flash attention)",
         ),

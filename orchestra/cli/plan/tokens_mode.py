@@ -68,11 +68,12 @@ def _run(arguments: Namespace) -> int:
     overrides = [*arguments.overrides, *assumed, f"train.tokens={arguments.tokens}"]
     framework = arguments.framework or OWN
     nodes_given = _given(arguments.overrides, "experiment", *_SIZE)
-    config = search_mode.ask(overrides).config
+    request = search_mode.ask(overrides)
+    config = request.config
     usual = replace(config.cluster, nodes=max(1, _USUAL_GPUS // _per_node(config)))
     whole = config if nodes_given else replace(config, cluster=usual)
     asked = _planned(overrides, whole.cluster.nodes, _per_node(config), framework)
-    fewest = _fewest(overrides, config, framework)
+    fewest = _fewest(request, overrides, framework)
     print_result(
         arguments,
         lambda: {
@@ -100,19 +101,19 @@ def _assumed(overrides: Sequence[str], tokens: str) -> list[str]:
     if _given(overrides, "train.steps", "train.tokens"):
         raise ConfigError(f"--tokens {tokens} says the same as train.steps or train.tokens; give one of them")
     config = search_mode.ask(overrides).config
-    model = config.model
     if _given(overrides, "experiment"):
         # It says them all.
         return []
     ours = [] if _given(overrides, "precision", "precision.name") else ["precision=bf16"]
-    context = _context(model)
+    seq_len = config.train.seq_len
     if not _given(overrides, "train", "train.seq_len"):
-        ours.append(f"train.seq_len={context}")
+        seq_len = _context(config.model)
+        ours.append(f"train.seq_len={seq_len}")
     if not _given(
         overrides, "train", "train.global_batch_size", "train.global_batch_tokens", "train.batch_ramp"
     ):
-        usual = _SMALL_BATCH_TOKENS if num_parameters(model) < _LARGE_MODEL else _LARGE_BATCH_TOKENS
-        seq_len = search_mode.ask([*overrides, *ours]).config.train.seq_len
+        is_large = num_parameters(config.model) >= _LARGE_MODEL
+        usual = _LARGE_BATCH_TOKENS if is_large else _SMALL_BATCH_TOKENS
         # Shared out evenly among the devices that are asked for.
         ranks = config.cluster.nodes * _per_node(config) if _given(overrides, *_SIZE) else 1
         sequences = max(1, usual // seq_len)
@@ -133,10 +134,9 @@ def _per_node(config: Config) -> int:
     return ranks if isinstance(ranks, int) else 8
 
 
-def _fewest(overrides: Sequence[str], config: Config, framework: str) -> GpuPlan | None:
+def _fewest(request: search_mode.SearchRequest, overrides: Sequence[str], framework: str) -> GpuPlan | None:
     """Return the fastest layout on the fewest GPUs on which any fits; None where it takes too many."""
-    whole, least = _per_node(config), 1
-    request = search_mode.ask(overrides)
+    whole, least = _per_node(request.config), 1
     parts = [(1, ranks) for ranks in range(1, whole)]
     for nodes, ranks in [*parts, *((nodes, whole) for nodes in range(1, _MOST_NODES + 1))]:
         if nodes * ranks < least:

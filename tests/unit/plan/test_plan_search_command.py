@@ -51,7 +51,7 @@ def test_the_commands_mean_the_layouts_that_were_found(plan: PlanCommand) -> Non
 
 
 def test_a_batch_that_was_assumed_is_that_of_the_command_too(plan: PlanCommand) -> None:
-    """On 24 GPUs 24 sequences are assumed; a layout of fewer data-parallel ranks by itself takes 16."""
+    """On 24 GPUs 24 sequences are assumed; a layout of three data-parallel ranks by itself takes 18."""
     typed = ["model=llama3_8b", "cluster.nodes=3", "precision=bf16", "train.seq_len=8192", "parallelism.tp=8"]
     ((_, _, *overrides),) = commands(plan.text("--search", *typed))
     assert "train.global_batch_size=24" in overrides
