@@ -522,6 +522,10 @@ class SubmittedRun:
         self.wait(lambda: self.events(name), name, within_s)
         return self.events(name)[-1]
 
+    def wait_until_finished(self, within_s: float = 90) -> None:
+        """Wait until its agents say so: the first rank that ends says `finished` before the others."""
+        self.wait(self.is_finished, "it is finished", within_s)
+
     def assert_job_ends(self, state: str, exit_code: str | None = None, job: str | None = None) -> None:
         """Wait for a job's end (its own by default), which must be the given one in Slurm."""
         asked = self.job if job is None else job
@@ -532,7 +536,7 @@ class SubmittedRun:
         """Wait until `orchestra status` says that the run is in this state."""
         if state == "finished":
             # A look at its events starts no process.
-            self.wait(self.is_finished, f"it is {state}", within_s)
+            self.wait_until_finished(within_s)
         self.wait(lambda: self.status()["state"] == state, f"it is {state}", within_s)
 
 

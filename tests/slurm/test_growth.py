@@ -85,7 +85,7 @@ def test_a_member_of_a_sweep_grows_by_a_job_of_its_own_name(cluster: Site) -> No
     first = runs[0].hosts(0)
     assert (len(first), runs[0].hosts(1)[:1], len(set(runs[0].hosts(1)))) == (1, first, 2)
     for run in runs:
-        run.wait(run.is_finished, "it is finished")
+        run.wait_until_finished()
     (stopped,) = runs[0].events("stop_requested")
     (restored,) = runs[0].events("restored")
     assert restored["step"] == stopped["step"]

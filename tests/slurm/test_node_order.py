@@ -27,7 +27,7 @@ def test_ranks_are_laid_out_by_leaf_and_the_losses_are_those_of_slurms_order(
     )
     ordered = site.submit_run("ordered", *given, "cluster.max_switches=2", "cluster.max_switches_wait=1m")
     assert "#SBATCH --switches=2@0:01:00\n" in ordered.dir.batch_script.read_text()
-    ordered.wait_for_event("finished")
+    ordered.wait_until_finished()
     (event,) = ordered.events("nodes_ordered")
     assert (event["by"], event["hosts"]) == ("topology", ["node1", "node3", "node2", "node4"])
     assert event["leaves"] == {f"spine.{leaf}": hosts for leaf, hosts in WHERE.items()}
@@ -40,7 +40,7 @@ def test_ranks_are_laid_out_by_leaf_and_the_losses_are_those_of_slurms_order(
     assert "2 under spine.leaf1, 2 under spine.leaf2" in log
 
     scheduler = site.submit_run("by-slurm", *given, "cluster.node_order=scheduler")
-    scheduler.wait_for_event("finished")
+    scheduler.wait_until_finished()
     (event,) = scheduler.events("nodes_ordered")
     assert (event["by"], event["hosts"]) == ("scheduler", ["node1", "node2", "node3", "node4"])
     assert losses(scheduler.dir) == losses(ordered.dir)

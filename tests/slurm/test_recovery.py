@@ -193,7 +193,7 @@ def test_a_node_that_boots_again_at_once_costs_the_run_one_job(cluster: Site) ->
     """srun then gives the step up on all nodes, `--no-kill` or not."""
     run = training(cluster, "rebooted", "cluster.spare_nodes=1")
     cluster.heal(run.fail_node(1))
-    run.wait_for_event("finished", 200)
+    run.wait_until_finished(200)
     (requeued,) = run.events("requeued")
     assert (requeued["rule"], requeued["after"]) == ("step_lost", run.job)
     run.assert_state("finished")
@@ -215,7 +215,7 @@ def test_a_lost_node_that_comes_back_costs_nothing_and_a_page_tells_of_all(
     trains_again(run, 1)
     cluster.heal(lost)
     run.wait(lambda: cluster.about_node(lost, "%T") == "idle", "it is free for other jobs")
-    run.wait_for_event("finished", 120)
+    run.wait_until_finished(120)
     assert run.events("requeued") == []
     assert len(run.events("attempt_started")) == 3
     run.assert_state("finished")
