@@ -6,10 +6,12 @@ A test's folder names its stage, and the folders that need something of the mach
 from __future__ import annotations
 
 import gc
+import importlib
 import itertools
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -74,7 +76,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Take modules and tests, which stay, out of what each full garbage collection goes through."""
+    """Take modules and tests, which stay, out of what each full garbage collection goes through; and quick
+    products in fp8 for tests that have torch.
+    """
+    if "torch" in sys.modules:
+        importlib.import_module("tests.support.fp8_products").register()
     gc.collect()
     gc.freeze()
 

@@ -8,23 +8,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from commands import events_of, orchestra, run_of, train
+from commands import TINY, events_of, orchestra, run_of, train
 
 from orchestra.run.files import Record, read_json_lines
 from orchestra.run.metrics_file import read_metrics
 from orchestra.run.paths import RunDir
 
-STEPS = 20
-COMMON = (
-    f"train.steps={STEPS}",
-    "train.seq_len=64",
-    "train.global_batch_size=8",
-    "train.micro_batch_size=4",
-    "optim.lr=1e-3",
-    "data.ledger=true",
-    "wandb.mode=disabled",
-    "cluster.device=cpu",
-)
+COMMON = (*TINY, "train.steps=20", "data.ledger=true")
 
 
 def verdict(run: RunDir) -> Record:

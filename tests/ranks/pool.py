@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from launchers.processes import die_with_parent
+from tests.support import fp8_products
 
 # `make equivalence` trains twenty steps of many layouts in one call, on a machine that may have other work.
 LIMIT_S = 900.0 if os.environ.get("ORCHESTRA_EQUIVALENCE") == "all" else 100.0
@@ -100,6 +101,7 @@ def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
     # What was imported stays: no collection, and no test that looks through all objects, has to look at it.
     gc.freeze()
     torch.set_num_threads(1)
+    fp8_products.register()
     limit = timedelta(seconds=LIMIT_S)
     store = dist.TCPStore(_HOST, port, timeout=limit)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)

@@ -1,5 +1,5 @@
-"""Products in fp8 against the same arithmetic in fp32, and a whole model with them. torch's products of fp8
-on CPU stand in for those of a GPU.
+"""Products in fp8 against the same arithmetic in fp32, and a whole model with them. Products of fp8 on CPU
+stand in for those of a GPU.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from orchestra.precision.fp8 import (
 from orchestra.precision.rounded_weights import RoundedWeights
 from orchestra.sizes.topology import Layout
 from orchestra.train.build import Training, build_training
+from tests.support import fp8_products
 from tests.support.called_operators import num_called
 from tests.support.torch_features import EACH_SCALING, NEEDS_ROW_PRODUCTS
 
@@ -72,6 +73,28 @@ def emulated(x: Tensor, weight: Tensor, grad: Tensor, scaling: Scaling) -> tuple
     grad_x = by_rows(grad, BACKWARD) @ by_columns(weight, FORWARD)
     grad_weight = by_columns(grad, BACKWARD).t() @ by_columns(x, FORWARD)
     return out, grad_x, grad_weight
+
+
+@pytest.mark.parametrize("scaling", EACH_SCALING)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_products_of_these_tests_are_torchs_own(scaling: Scaling, dtype: torch.dtype) -> None:
+    left = rounded(numbers(0, TOKENS, INPUTS), BACKWARD, scaling)
+    right = rounded(numbers(1, OUTPUTS, INPUTS), FORWARD, scaling)
+    right_scale = right.scale.t() if right.scale.dim() else right.scale
+
+    def product(**into: Tensor) -> Tensor:
+        return torch._scaled_mm(
+            left.values, right.values.t(), left.scale, right_scale, out_dtype=dtype, **into
+        )
+
+    found = product()
+    assert torch.equal(product(out=torch.empty_like(found)), found)
+    with fp8_products.torchs_own():
+        expected = product()
+    # A last digit of some sums may be another one.
+    torch.testing.assert_close(
+        found, expected, rtol=torch.finfo(dtype).eps, atol=1e-6 * float(expected.abs().max())
+    )
 
 
 @pytest.mark.parametrize("dtype", [FORWARD, BACKWARD], ids=str)
