@@ -21,7 +21,7 @@ GPU_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 # What an installation depends on: a change of these files installs again, a second call does nothing.
 PINS := pyproject.toml constraints.txt
 
-.PHONY: help demo test test-fast equivalence torture lineage matrix soak lint format bench gpu docs clean
+.PHONY: help demo test test-all test-fast equivalence torture lineage matrix soak lint format bench gpu docs clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -31,8 +31,11 @@ demo: $(VENV)/installed ## install, then train a small Llama on this machine's o
 	@echo && echo 'what it writes after "import ":'
 	-@$(BIN)/orchestra generate "$$(ls -td runs/*/ | head -1)" "import " --temperature 0.7 --max-tokens 150
 
-test: prepared ## install what tests need, lint, run all tests
+test: prepared ## install what tests need, lint, run the tests
 	@$(PYTHON) .ci/lanes $(BIN)/python --lint --durations=15 $(PYTEST_ARGS)
+
+test-all: prepared ## `make test`, and the further examples that tests/left_to_test_all.txt names
+	@$(PYTHON) .ci/lanes $(BIN)/python --all --lint --durations=15 $(PYTEST_ARGS)
 
 test-fast: $(VENV)/installed-test ## the quick unit tests (two to six minutes on two cores)
 	@$(PYTHON) .ci/lanes $(BIN)/python --fast $(PYTEST_ARGS)

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 
@@ -28,6 +29,8 @@ STAGES = ("unit", "architecture", "golden", "ranks", "e2e", "slurm", "gpu")
 MARKERS = {"ranks": "ranks", "e2e": "ranks", "slurm": "slurm", "gpu": "gpu"}
 HERE = Path(__file__).parent
 PATIENCE_S = 3600
+# Further examples of what other tests show: `make test-all` runs them too.
+LEFT_OUT = HERE / "left_to_test_all.txt"
 
 # An example may take as long as a busy machine needs: slowness is no wrong result.
 settings.register_profile("unhurried", deadline=None)
@@ -63,9 +66,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="give each test an hour, whatever limit it has: it may wait for a processor",
     )
+    parser.addoption(
+        "--without-further",
+        action="store_true",
+        help=f"leave out the tests that {LEFT_OUT.relative_to(HERE.parent)} names, as `make test` does",
+    )
 
 
+# Before what `-k` and `-m` leave is all that was collected.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--without-further"):
+        further = further_examples({item.nodeid for item in items})
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in further])
+        items[:] = [item for item in items if item.nodeid not in further]
     for item in items:
         if marker := MARKERS.get(stage_of(item)):
             item.add_marker(marker)
@@ -73,6 +87,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             # Before a limit of the test's own.
             item.add_marker(pytest.mark.timeout(PATIENCE_S), append=False)
     items.sort(key=lambda item: STAGES.index(stage_of(item)))
+
+
+def further_examples(collected: Collection[str]) -> set[str]:
+    """Return the collected tests that `make test` leaves out. Raises UsageError for a line that names none of
+    a collected file: whoever renames a test, or an example, would bring it back unseen.
+    """
+    lines = [line for line in LEFT_OUT.read_text().splitlines() if line and not line.startswith("#")]
+    files = {name.partition("::")[0] for name in collected}
+    found = set()
+    for line in lines:
+        if line.partition("::")[0] not in files:
+            continue
+        # All examples of a test, where the line names none.
+        named = {name for name in collected if name == line or name.startswith(f"{line}[")}
+        if not named:
+            raise pytest.UsageError(f"{LEFT_OUT}: there is no {line}")
+        found |= named
+    return found
 
 
 def pytest_collection_finish() -> None:

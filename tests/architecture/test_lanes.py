@@ -91,3 +91,26 @@ def test_where_tests_are_patient_the_limit_of_a_test_does_not_count(
     monkeypatch.setattr(request.config.option, "patient", True)
     conftest.pytest_collection_modifyitems(request.config, [request.node])
     assert request.node.get_closest_marker("timeout").args == (conftest.PATIENCE_S,)
+
+
+def test_further_examples_are_left_out_by_name_and_a_name_of_none_is_an_error(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conftest = request.config.pluginmanager.get_plugin(str(ROOT / "tests" / "conftest.py"))
+    left_out = tmp_path / "names.txt"
+    monkeypatch.setattr(conftest, "LEFT_OUT", left_out)
+    collected = {"tests/a.py::one", "tests/a.py::two[x]", "tests/a.py::two[y]", "tests/a.py::three[x]"}
+    left_out.write_text("# why\n\ntests/a.py::three[x]\ntests/a.py::two\ntests/elsewhere.py::one\n")
+    assert conftest.further_examples(collected) == collected - {"tests/a.py::one"}
+    left_out.write_text("tests/a.py::two[z]\n")
+    with pytest.raises(pytest.UsageError, match=r"there is no tests/a\.py::two"):
+        conftest.further_examples(collected)
+
+
+def test_only_make_test_leaves_further_examples_out(lanes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[tuple[str, ...]] = []
+    monkeypatch.setattr(lanes, "waiting_parts", lambda pytest, **_: given.append(tuple(pytest)) or [])
+    monkeypatch.setattr(lanes.subprocess, "run", lambda *_, **__: None)
+    for words in ([], ["--all"], ["--fast"]):
+        lanes.main("python", words)
+    assert ["--without-further" in words for words in given] == [True, False, False]

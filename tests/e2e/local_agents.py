@@ -17,7 +17,7 @@ from commands import ROOT
 
 from launchers.node_agent import StopRequests
 from launchers.node_group import NodeGroup
-from orchestra.agents.agent import attend, group_folder
+from orchestra.agents.agent import attend, fork_server_of, group_folder
 from orchestra.agents.context import AgentContext, Scheduler
 from orchestra.agents.node_check.own_check import NodeCheck, ProbeProcess, node_check_of, wishes_of
 from orchestra.config.compose import compose
@@ -81,7 +81,10 @@ def main() -> int:
         if node_check is not None and "NUM_GPUS" in os.environ:
             wishes = {**wishes_of(config, run), "gpus": int(os.environ["NUM_GPUS"])}
             node_check = NodeCheck(group, ProbeProcess(wishes))
-        context = AgentContext(run, config, group, signals, Node(), _say, node_check=node_check)
+        warm = fork_server_of(config, run)
+        context = AgentContext(
+            run, config, group, signals, Node(), _say, fork_server=warm, node_check=node_check
+        )
         return attend(context).code
 
 

@@ -32,7 +32,7 @@ from conf.schema import Config
 IS_WHOLE = os.environ.get("ORCHESTRA_EQUIVALENCE") == "all"
 # Experts; latents with tp and pp; a GPT whose blocks are compiled.
 NUMBERS = range(300) if IS_WHOLE else (31, 39, 8)
-STEPS = 4
+STEPS = 3
 
 
 def trained_as_drawn(rank: int, world: int, config: Config, choices: Choices | None) -> Trained:

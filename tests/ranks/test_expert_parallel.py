@@ -39,7 +39,7 @@ from orchestra.sizes.topology import Layout
 from tests.support.torch_features import NEEDS_OUTPUTS
 
 IS_WHOLE = os.environ.get("ORCHESTRA_EQUIVALENCE") == "all"
-STEPS = 20 if IS_WHOLE else 3
+STEPS = 20 if IS_WHOLE else 2
 # An expert takes no more than its even share of a sequence's tokens.
 TIGHT = replace(MIXTURE, moe_capacity_factor=1.0)
 # Norms of queries and keys, and latent attention with a latent of queries and without.

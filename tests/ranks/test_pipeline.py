@@ -42,7 +42,7 @@ from orchestra.train.dry_build import exact_bytes
 from orchestra.train.hooks import StepHooks
 
 IS_WHOLE = os.environ.get("ORCHESTRA_EQUIVALENCE") == "all"
-STEPS = 20 if IS_WHOLE else 3
+STEPS = 20 if IS_WHOLE else 2
 NUM_SEQUENCES = 40 if IS_WHOLE else 20
 # Five layers on two stages, nine on eight.
 MODEL = replace(ODD, hidden_size=16, num_attention_heads=2, num_key_value_heads=2)
