@@ -82,6 +82,7 @@ class Staging:
         self.memory = memory
         self._pinned = pinned
         self._copies: list[tuple[torch.Tensor, int, tuple[slice, ...]]] = []
+        self._pieces: list[TensorPiece] = []
         for index, image in enumerate(images):
             self.content(index)[: len(image.header)] = image.header
 
@@ -95,8 +96,11 @@ class Staging:
 
         The shards are those that the images were planned for, in the same order at every call.
         """
+        pieces = [shard.piece for shard in shards]
         if not self._copies:
-            self._copies = list(self._planned(shards))
+            self._copies, self._pieces = list(self._planned(shards)), pieces
+        elif pieces != self._pieces:
+            raise MismatchError("give save the shards that it was given first, in the same order")
         with torch.no_grad():
             for target, index, part in self._copies:
                 target.copy_(shards[index].tensor.detach()[part], non_blocking=self._pinned)
@@ -543,7 +547,8 @@ class Saver:
             }
             is_full = any(outcome.get("is_full") for outcome in outcomes)
             if not reasons:
-                save.storage.sync(save.draft.folder)
+                if any(outcome["files"] for outcome in outcomes):
+                    save.storage.sync(save.draft.folder)
                 manifest = self._manifest(save, outcomes)
                 if save.storage is self._storage:
                     # Whoever is called may ask a place that does not answer, the reason for this save.

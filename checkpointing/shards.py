@@ -82,4 +82,7 @@ def safetensors_dtype(name: str) -> str | None:
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """Return a contiguous tensor's memory as a flat uint8 tensor (a view)."""
+    if tensor.numel() == 1:
+        # With any stride it is contiguous, and such a view wants one of 1.
+        tensor = tensor.as_strided((1,), (1,))
     return tensor.reshape(-1).view(torch.uint8)

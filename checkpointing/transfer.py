@@ -112,13 +112,12 @@ class Routes:
             return
         self._rank = dist.get_rank(group)
         self._everyone = tuple(range(dist.get_world_size(group)))
-        # Of a part of the job's ranks, only the members can make a group: the others do not come here.
-        is_part = group is not dist.group.WORLD
+        if group is not dist.group.WORLD:
+            # Some of the job's ranks may not come here, and a group made without them is called by the number
+            # of groups that each rank has by now, which no two need agree on.
+            return
         for members in busiest_sets(transfers, len(self._everyone)):
-            if is_part and self._rank not in members:
-                continue
-            ranks = [dist.get_global_rank(group, rank) for rank in members]
-            made = dist.new_group(ranks, use_local_synchronization=is_part)
+            made = dist.new_group([dist.get_global_rank(group, rank) for rank in members])
             if self._rank in members:
                 self._groups[members] = made
 

@@ -87,6 +87,9 @@ _PART_BYTES = 32 << 20
 _MAX_PARTS = 9_000
 # A folder is removed again when others added to it meanwhile.
 _NUM_REMOVALS = 3
+# Clients do not find again what they write there.
+_NAMELESS = re.compile(r"[^/:]+//")
+_PATTERN = re.compile(r"[*?[]")
 _PASSWORD = re.compile(r"(?<=://)([^/:@]*):[^/@]*@")
 
 
@@ -101,6 +104,8 @@ class RemoteStorage:
         self._retries = retries
         self._fs, root = _opened(url, self.place)
         self._root = root.rstrip("/")
+        if _NAMELESS.match(self._root):
+            raise StorageError(f"{self.place}: a folder without a name follows the bucket; write one / there")
 
     def create(self, path: str, num_bytes: int) -> _RemoteFile:
         return _RemoteFile(self, path, max(_PART_BYTES, -(-num_bytes // _MAX_PARTS)))
@@ -167,12 +172,20 @@ class RemoteStorage:
         full = self._full(path)
         left: list[str] = []
         for _ in range(_NUM_REMOVALS):
-            self.run(path, lambda: self._unless_missing(lambda: self._fs.rm(full, recursive=True), None))
+            self.run(path, lambda: self._unless_missing(lambda: self._remove_all(full), None))
             # A bulk removal does not tell what was refused.
             left = self.run(path, lambda: self._unless_missing(lambda: self._fs.find(full), []))
             if not left:
                 return
         raise StorageError(f"{self.place}/{path}: {len(left)} files could not be removed, such as {left[0]}")
+
+    def _remove_all(self, full: str) -> None:
+        if not _PATTERN.search(full):
+            self._fs.rm(full, recursive=True)
+            return
+        # fsspec would take it for a pattern, which others' files match.
+        for file in self._fs.find(full):
+            self._fs.rm_file(file)
 
     def free_bytes(self) -> int | None:
         """Return None: fsspec does not tell."""

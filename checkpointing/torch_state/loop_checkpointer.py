@@ -186,6 +186,8 @@ class LoopCheckpointer:
                 if isinstance(score, int | float) and math.isfinite(score):
                     # What `keep_best` compares.
                     document["score"] = score
+        except OverflowError:
+            return [], {}, MismatchError("extra['score'] is too large to be compared")
         except MismatchError as error:
             return [], {}, error
         return shards, document, None

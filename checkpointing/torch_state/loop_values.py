@@ -19,9 +19,8 @@ _PAIRS, _NUMBER = "__pairs__", "__number__"
 
 def encoded(values: Any, what: str = "extra") -> Any:
     """Return a copy of values that JSON has. Raises MismatchError, which names `what` cannot be written."""
-    content = _as_json(values, what)
     try:
-        return json.loads(json.dumps(content, allow_nan=False))
+        return json.loads(json.dumps(_as_json(values, what), allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise MismatchError(f"{what} is not JSON: {error}; put tensors into buffers of the model") from error
 

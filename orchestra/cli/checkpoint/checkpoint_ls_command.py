@@ -27,7 +27,7 @@ from checkpointing.catalog import (
     split,
     stored_in,
 )
-from checkpointing.checkpoint_errors import CheckpointError
+from checkpointing.checkpoint_errors import CheckpointError, NewerVersionError
 from checkpointing.lineage import Lineage
 from checkpointing.manifest import Manifest
 from checkpointing.retention import remove_off_line
@@ -36,7 +36,7 @@ from conf.schema import Config
 from orchestra.cli.text import figures
 from orchestra.cli.text.describe import invocation
 from orchestra.cli.text.resolve import add_directory_option, resolve
-from orchestra.errors import EXIT_DONE, ConfigError, OrchestraError
+from orchestra.errors import EXIT_DONE, ConfigError, DataError, OrchestraError
 from orchestra.report.run_state import name_of, was_verified
 from orchestra.run.config_file import read_config
 from orchestra.run.events import is_number, read_events
@@ -51,9 +51,9 @@ _HEADER = ("STEP", "SIZE", "AGE", "LAYOUT", "LOSS", "CHECKED")
 _EXPLAINED = """\
 CHECKED says `sizes` where the manifest is whole and every file has its size, else `DAMAGED`. That is a quick
 look: `orchestra checkpoint verify RUN` reads every byte, and `verified` says that it has once, since the
-checkpoint was written, and found all as it should be. `off line` are those that no attempt goes on from any
-more: the run went back to an earlier step since. They stay until --prune, but for those that an attempt wrote
-after the next one had begun, which the next save removes.
+checkpoint was written, and found all as it should be. `newer` is what a newer version wrote. `off line` are
+those that no attempt goes on from any more: the run went back to an earlier step since. They stay until
+--prune, but for those that an attempt wrote after the next one had begun, which the next save removes.
 """
 
 
@@ -88,13 +88,15 @@ class Place:
 class Look:
     """What a first look at one checkpoint found: its manifest where that can be read, and what is wrong.
 
-    `off_line`: why it is not one of the run's line; None where it is.
+    `off_line`: why it is not one of the run's line; None where it is. `is_newer`: what is wrong is that a
+    newer version wrote it, and it may be intact.
     """
 
     checkpoint: StoredCheckpoint
     manifest: Manifest | None
     damage: str | None
     off_line: OffLine | None = None
+    is_newer: bool = False
 
     @property
     def step(self) -> int:
@@ -161,8 +163,19 @@ def first_look(storage: Storage, checkpoint: StoredCheckpoint, off_line: OffLine
         manifest = read_manifest(storage, checkpoint)
         check_sizes(storage, manifest, checkpoint.folder)
     except CheckpointError as error:
-        return Look(checkpoint, manifest, str(error), off_line)
+        return Look(checkpoint, manifest, str(error), off_line, isinstance(error, NewerVersionError))
     return Look(checkpoint, manifest, None, off_line)
+
+
+def refuse_newer(look: Look) -> None:
+    """Refuse the newest checkpoint where this version cannot read it: it may be intact, and an older one is
+    another model. Raises DataError.
+    """
+    if look.is_newer:
+        raise DataError(
+            f"the checkpoint of step {look.step} cannot be told here: {look.damage}; or say which older step "
+            "to take"
+        )
 
 
 def chosen_checkpoints(place: Place, step: int | None) -> list[StoredCheckpoint]:
@@ -230,6 +243,8 @@ def _when_one_is_due(place: Place) -> str:
 def _checked(look: Look, events: list[Record]) -> str:
     if look.off_line is not None:
         return "off line"
+    if look.is_newer:
+        return "newer"
     if look.damage is not None or look.manifest is None:
         return "damaged"
     return "verified" if was_verified(events, look.step, look.manifest.created) else "sizes"
@@ -278,7 +293,8 @@ def _print_table(place: Place, rows: list[dict[str, Any]]) -> None:
         if not row["on_line"]:
             lines += figures.wrapped(f"step {row['step']} is off the line: {row['off_line']}", indent="  ")
         elif row["damage"] is not None:
-            lines += figures.wrapped(f"step {row['step']} is damaged: {row['damage']}", indent="  ")
+            found = "cannot be told here" if row["checked"] == "newer" else "is damaged"
+            lines += figures.wrapped(f"step {row['step']} {found}: {row['damage']}", indent="  ")
     lines += figures.wrapped(
         f"manifests and sizes were checked now; `{invocation('checkpoint verify', place.run)}` reads all"
     )

@@ -13,7 +13,13 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from orchestra.cli.checkpoint.checkpoint_ls_command import Place, chosen_checkpoints, explained, first_look
+from orchestra.cli.checkpoint.checkpoint_ls_command import (
+    Place,
+    chosen_checkpoints,
+    explained,
+    first_look,
+    refuse_newer,
+)
 from orchestra.config.plugin_facts import import_path
 from orchestra.errors import DataError, OrchestraError
 from orchestra.report.run_state import name_of
@@ -36,7 +42,9 @@ def ask(place: Place, step: int | None, act: str, request: Mapping[str, Any]) ->
         storage = place.config.checkpoint.dir or str(place.run.checkpoints)
         if checkpoint.place:
             storage = str(fallback_place(place.run, place.config.checkpoint.fallback_dir))
-        damage = first_look(place.storage_of(checkpoint), checkpoint).damage
+        look = first_look(place.storage_of(checkpoint), checkpoint)
+        refuse_newer(look)
+        damage = look.damage
         if damage is None:
             whole = {
                 **request,

@@ -201,6 +201,33 @@ class FullDisk(LocalStorage):
         return file
 
 
+def test_other_shards_than_before_fail_a_save(place: Path) -> None:
+    """They would be written under each other's names, or rounded to another type."""
+    x, y = whole("x", torch.zeros(3)), whole("y", torch.ones(3))
+    saver = Checkpointer(str(place), Peers.alone(), OPTIONS)
+    for step, shards in enumerate(
+        ([x, y], [y, x], [replace(x, tensor=x.tensor.double()), y], [x, y]), start=1
+    ):
+        saver.save(step, shards, {})
+        if step in (1, 4):
+            saver.wait()
+        else:
+            with pytest.raises(SaveFailedError, match="the shards that it was given first"):
+                saver.wait()
+    assert catalog.committed_steps(LocalStorage(place)) == [1, 4]
+
+
+def test_a_state_without_tensors_and_one_number_with_any_stride_are_saved(place: Path) -> None:
+    number = torch.arange(6.0).view(2, 3)[:, 1][1:]
+    assert number.stride() == (3,)
+    assert torch.equal(as_bytes(number).view(torch.float32), number)
+    saver = Checkpointer(str(place), Peers.alone(), OPTIONS)
+    saver.prepare([])
+    saver.save(1, [], {"step": 1})
+    saver.wait()
+    assert catalog.read_manifest(LocalStorage(place), 1).state == {"step": 1}
+
+
 def test_shards_that_change_places_between_saves_are_written_where_they_are_then(place: Path) -> None:
     is_free = threading.Event()
 

@@ -89,6 +89,29 @@ def test_what_is_removed_is_gone_and_nothing_beside_it(storage: Storage) -> None
     assert storage.names() == []
 
 
+@pytest.mark.parametrize("kind", ["local", "memory", "s3"])
+def test_a_place_whose_name_is_a_pattern_removes_its_own_files_alone(
+    request: pytest.FixtureRequest, tmp_path: Path, kind: str
+) -> None:
+    bucket = f"s3://{request.getfixturevalue('bucket')}" if kind == "s3" else ""
+    parent = {"local": str(tmp_path), "memory": "memory://patterns", "s3": bucket}[kind]
+    places = [open_storage(f"{parent}/{name}") for name in ("lr1", "lr[12]", "lr?", "l*")]
+    for place in places:
+        place.put("step-1/a", b"1")
+        place.put("step-1/b", b"1")
+    for place in places[1:]:
+        place.remove("step-1/a")
+        assert place.names("step-1") == ["b"]
+        place.remove("step-1")
+        assert place.names("step-1") == []
+    assert places[0].names("step-1") == ["a", "b"]
+
+
+def test_a_folder_without_a_name_behind_the_bucket_is_refused() -> None:
+    with pytest.raises(StorageError, match="a folder without a name follows the bucket"):
+        open_storage("s3://bucket//runs")
+
+
 def test_what_another_process_did_is_seen_at_once(storage: Storage) -> None:
     other = open_storage(storage.place)
     for round_number in range(3):

@@ -168,6 +168,11 @@ def test_a_scheduler_goes_on_with_the_milestones_that_it_had(tmp_path: Path) -> 
     other = torch.optim.lr_scheduler.MultiStepLR(torch.optim.SGD(model.parameters(), lr=1.0), [5])
     other.load_state_dict(extra["scheduler"])
     assert other.milestones == scheduler.milestones
+    endless: list[object] = []
+    endless.append(endless)
+    for wrong in ({"endless": endless}, {"score": 10**400}):
+        with pytest.raises(MismatchError, match="extra"):
+            save(str(tmp_path), model, optimizer, 2, extra=wrong)
     with pytest.raises(MismatchError, match=r"extra\['by'\] has the key \(1, 2\); keys are text or whole"):
         save(str(tmp_path), model, optimizer, 2, extra={"by": {(1, 2): 3}})
 

@@ -192,6 +192,21 @@ def test_export_takes_the_newest_that_is_intact(run: RunDir, orchestra: CommandL
     assert not Path("no").exists()
 
 
+def test_what_a_newer_version_wrote_is_not_passed_over(run: RunDir, orchestra: CommandLine) -> None:
+    """An older step is another model."""
+    manifest = run.checkpoints / "step-00000020" / "manifest.json"
+    document = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({**document, "schema_version": document["schema_version"] + 1}))
+    rows = orchestra.json("checkpoint", "ls", "llama-1")
+    assert [(row["step"], row["checked"]) for row in rows] == [(10, "sizes"), (20, "newer")]
+    assert "step 20 cannot be told here" in orchestra("checkpoint", "ls", "llama-1").out
+    for words in (("checkpoint", "export", "llama-1", "--to", "out"), ("generate", "llama-1", "x")):
+        refused = " ".join(orchestra(*words, code=1).err.split())
+        assert "the checkpoint of step 20 cannot be told here" in refused
+        assert "or say which older step to take" in refused
+    assert orchestra.json("checkpoint", "export", "llama-1", "10", "--to", "out")["step"] == 10
+
+
 def test_export_takes_the_tokenizer_of_the_data_along(run: RunDir, orchestra: CommandLine) -> None:
     file, export = Path("tokenizer.json"), ("checkpoint", "export", "llama-1", "--to")
     tokenizer = Tokenizer(WordLevel({"<|endoftext|>": 0, "a": 1, "b": 2}, unk_token="a"))
