@@ -49,6 +49,7 @@ from orchestra.run.config_file import to_yaml, writable_schema
 from orchestra.run.planned_faults import spelled
 
 _MAIN = "train"
+_HELD_OUT = "eval.data"
 # A vocabulary's size is padded to it: matrices of other sizes are slow, and tensor parallelism cuts them.
 _VOCABULARY_MULTIPLE = 16
 # What OmegaConf says of ${HOME}.
@@ -138,9 +139,12 @@ def merge(checked: Checked) -> tuple[Any, dict[str, str]]:
     preset of each group.
     """
     ConfigStore.instance().store(name="schema", node=writable_schema())
+    # Hydra sets nothing in a section that a preset has made null.
+    later = [text for text in checked.accepted if f"{_name(text)}.".startswith(f"{_HELD_OUT}.")]
     try:
         with hydra.initialize_config_dir(str(own_folder()), job_name="orchestra", version_base="1.3"):
-            whole = hydra.compose(_MAIN, checked.accepted, return_hydra_config=True)
+            first = [text for text in checked.accepted if text not in later]
+            whole = hydra.compose(_MAIN, first, return_hydra_config=True)
     except RecursionError as error:
         names = ", ".join(f"{group}={preset}" for group, preset in checked.presets.items())
         raise ConfigError(f"the defaults of {names}: a preset leads back to itself in them") from error
@@ -154,6 +158,7 @@ def merge(checked: Checked) -> tuple[Any, dict[str, str]]:
         raise ConfigError(problems)
     OmegaConf.set_struct(whole, False)
     del whole["hydra"]
+    put(whole, OverridesParser.create().parse_overrides(later))
     model = presets.get("model")
     if model is not None and "model.name" not in checked.keys and _inherits_name(checked.tree, model, whole):
         whole.model.name = model.rpartition("/")[2]
@@ -216,6 +221,10 @@ def put(values: Any, accepted: Iterable[Override]) -> None:
     try:
         for override in accepted:
             name = override.key_or_group
+            is_section = isinstance(override.value(), dict) and name == _HELD_OUT
+            if values.eval.data is None and (is_section or name.startswith(f"{_HELD_OUT}.")):
+                # OmegaConf sets nothing in a section that is null.
+                values.eval.data = {}
             if override.is_delete():
                 above, _, last = name.rpartition(".")
                 OmegaConf.select(values, above).pop(last, None)

@@ -33,7 +33,7 @@ from orchestra.run.events import event_files, is_number, is_whole, read_events
 from orchestra.run.files import Record, read_last_lines
 from orchestra.run.metrics_file import EPOCH, rows_that_count, train_losses
 from orchestra.run.paths import RunDir, Sweep, SweepDir, SweepMember, read_sweep
-from orchestra.run.record import RunPhase, jobs_of, newest_job, read_record
+from orchestra.run.record import RunPhase, jobs_of, newest_job, overrides_in_force, read_record
 from orchestra.run.run_lineage import EVENTS as OF_LINEAGE
 from orchestra.run.run_lineage import lineage_of, newest_checkpoint
 
@@ -666,6 +666,7 @@ def read_sweep_state(sweep: SweepDir, now: float) -> SweepState:
     members = []
     for member, run in runs_of(sweep, record):
         name = f"{sweep.name}/{member.index:03d}"
+        member = dataclasses.replace(member, overrides=overrides_in_force(run, member))
         members.append(MemberState(member, run, dataclasses.replace(read_state(run, now), name=name)))
     return SweepState(sweep, tuple(members), record.created)
 

@@ -229,6 +229,10 @@ class SweepMember:
     # The run's directory when another sweep made it and this one adopted it; None: `SweepDir.member`.
     adopted: str | None = None
 
+    def run(self, sweep: SweepDir) -> RunDir:
+        """Return its run, wherever it lies."""
+        return sweep.member(self.index) if self.adopted is None else RunDir(Path(self.adopted))
+
 
 @dataclass(frozen=True)
 class SweepArray:
@@ -273,7 +277,7 @@ class Sweep:
 
     def run(self, sweep: SweepDir, member: SweepMember) -> RunDir:
         """Return a member's run, wherever it lies."""
-        return sweep.member(member.index) if member.adopted is None else RunDir(Path(member.adopted))
+        return member.run(sweep)
 
 
 def is_sweep(path: Path) -> bool:

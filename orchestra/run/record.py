@@ -5,14 +5,14 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
 from conf.schema import CheckpointConfig
 from orchestra.run.control.chosen_alternative import in_order
 from orchestra.run.files import Record, read_json, write_atomically
-from orchestra.run.paths import RunDir
+from orchestra.run.paths import RunDir, SweepMember
 
 
 class RunPhase(StrEnum):
@@ -100,6 +100,22 @@ def jobs_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 def newest_job(record: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return what a run's record says of the job that was submitted last; None where none was."""
     return next(reversed(jobs_of(record)), None)
+
+
+def overrides_in_force(run: RunDir, member: SweepMember, upcoming: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return what distinguishes a member of a sweep, with the values that resumes gave its keys since, and
+    that an `upcoming` one will.
+    """
+    resumes = read_record(run).get("resumes")
+    entries = resumes if isinstance(resumes, list) else []
+    given = [entry.get("overrides") for entry in entries if isinstance(entry, dict)]
+    texts = [text for some in given if isinstance(some, list) for text in some if isinstance(text, str)]
+    newest = {_key(text): text for text in (*texts, *upcoming)}
+    return tuple(newest.get(_key(text), text) for text in member.overrides)
+
+
+def _key(override: str) -> str:
+    return override.partition("=")[0].lstrip("+~")
 
 
 def write_record(run: RunDir, record: Mapping[str, Any], *, is_synced: bool = True) -> None:

@@ -77,7 +77,9 @@ def result_of(run: RunDir, state: RunState, metric: str) -> RunResult:
     """Return how a run ended that is in this state."""
     rows = recent_rows(run, read_lineage(run))
     value = rows[-1].get(metric) if rows else None
-    code = EXIT_FAILED if state.code is None else state.code
+    # What never began on this machine was stopped, or cancelled, while it waited for its turn.
+    without_verdict = EXIT_STOPPED if state.state is RunPhase.not_started else EXIT_FAILED
+    code = without_verdict if state.code is None else state.code
     number = float(value) if is_number(value) else None
     return RunResult(run, state.state, code, metric, number, state.cause)
 

@@ -56,6 +56,31 @@ def test_members_train_as_single_runs_do_and_only_once(tmp_path: Path) -> None:
     assert "lowest  grid/000" in table
 
 
+def test_a_sweep_that_is_cancelled_begins_no_member_that_waits_and_tells_changed_values(
+    tmp_path: Path,
+) -> None:
+    sweep = (*ONE_RANK, "train.steps=100000", "checkpoint.every_steps=1000", "optim.lr=1e-2,1e-3", PACE)
+    command = subprocess.Popen(
+        words("run", "-m", *sweep), cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True
+    )
+    try:
+        first, second = (RunDir(tmp_path / "runs" / "grid" / name) for name in ("000", "001"))
+        assert eventually(lambda: first.metrics.exists() and len(read_metrics(first)) > 3, 90)
+        assert "2 asked" in orchestra(tmp_path, "cancel", "grid").stdout
+        printed = command.communicate(timeout=90)[0]
+    finally:
+        command.kill()
+    assert command.returncode == 75, printed
+    assert read_events(second, ("attempt_started",)) == []
+    plan = orchestra(tmp_path, "resume", "grid", "optim.lr=5e-2", "--dry-run").stdout
+    assert "000  optim.lr=5e-2  (to train)" in plan
+    last = read_metrics(first)[-1]["step"]
+    words_of_resume = ("resume", "grid/000", "optim.lr=5e-2", f"train.steps={last + 1}", "--accept-jump")
+    orchestra(tmp_path, *words_of_resume)
+    (status,) = json.loads(orchestra(tmp_path, "status", "grid", "--json").stdout)
+    assert [member["overrides"] for member in status["members"]] == [["optim.lr=5e-2"], ["optim.lr=0.001"]]
+
+
 def test_one_signal_saves_what_trains_and_resume_goes_on_with_the_rest(tmp_path: Path) -> None:
     sweep = (*ONE_RANK, "train.steps=100000", "checkpoint.every_steps=1000", "train.seed=1,2", PACE)
     command = subprocess.Popen(

@@ -24,6 +24,7 @@ from orchestra.errors import EXIT_DONE, ConfigError, OrchestraError
 from orchestra.report.run_state import read_state
 from orchestra.report.unwatched import unwatched
 from orchestra.run.paths import Sweep, SweepDir, read_sweep
+from orchestra.run.record import overrides_in_force
 from orchestra.run.run_folders import remember
 from orchestra.submit import wait as waiting
 from orchestra.submit.claims import exclusively
@@ -107,7 +108,8 @@ def resume_sweep_here(arguments: Namespace, sweep: SweepDir) -> int:
 def _train(action: SweepAction, ledger: SweepLedger, arguments: Namespace) -> int | None:
     """Train what is to be trained; return the exit code where a signal ended it."""
     runs, members = runs_to_train(action, ledger), ledger.record.members
-    chosen = {ledger.sweep.member(member.index).path: " ".join(member.overrides) for member in members}
+    places = ((member, member.run(ledger.sweep)) for member in members)
+    chosen = {run.path: " ".join(overrides_in_force(run, member)) for member, run in places}
     stream = sys.stderr if arguments.json else sys.stdout
     number = at_once(runs)
 
@@ -145,7 +147,7 @@ def _tell_results(ledger: SweepLedger, code: int | None, arguments: Namespace) -
     """Print how every member ended; return the given exit code, or that of the worst end."""
     results = _results(ledger, _metric(ledger))
     rows = [
-        {**result_facts(result), "overrides": list(member.overrides)}
+        {**result_facts(result), "overrides": list(overrides_in_force(result.run, member))}
         for result, member in zip(results, ledger.record.members, strict=True)
     ]
     if arguments.json:

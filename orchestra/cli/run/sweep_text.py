@@ -24,6 +24,7 @@ from orchestra.errors import EXIT_DONE, EXIT_FAILED, ConfigError, LaunchError
 from orchestra.report.carry_over import carried_over
 from orchestra.report.run_state import name_of
 from orchestra.run.paths import RunDir, SweepDir, read_sweep
+from orchestra.run.record import overrides_in_force
 from orchestra.run.run_folders import remember
 from orchestra.sizes.units import first_few
 from orchestra.submit import wait as waiting
@@ -146,12 +147,17 @@ def print_action(action: SweepAction, before: Beforehand, *, as_json: bool) -> N
 
 
 def member_rows(action: SweepAction, members: Iterable[SweepMember]) -> list[dict[str, Any]]:
-    """Return the members for --json; those that are left as they are with their states."""
-    states = _kept_states(action)
+    """Return the members for --json, with the values that they have or get now; those that are left as they
+    are with their states.
+    """
+    states, resume = _kept_states(action), action.resume
+    changes = {} if resume is None else {each.member.index: resume.overrides for each in resume.members}
     return [
         {
             "index": member.index,
-            "overrides": list(member.overrides),
+            "overrides": list(
+                overrides_in_force(member.run(action.sweep), member, changes.get(member.index, ()))
+            ),
             "adopted": member.adopted,
             "state": states.get(member.index),
         }

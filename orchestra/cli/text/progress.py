@@ -55,9 +55,8 @@ class Progress:
         # The newest row, whole; empty before the first.
         self.last: Record = {}
         self.began = time.monotonic()
-        # The newest held-out losses by source, and the step they were taken after.
+        # The newest held-out losses by source.
         self.held_out: dict[str, float] = {}
-        self.evaluated_at = 0
         # Whether anything was trained since this object was made.
         self.has_begun = False
         # The step whose checkpoint is being written.
@@ -97,8 +96,7 @@ class Progress:
             else:
                 self.rows += rows_that_count(rows)
             for row in new:
-                if found := eval_losses(row):
-                    self.held_out, self.evaluated_at = found, row["step"]
+                self.held_out = eval_losses(row) or self.held_out
             newest = self.last.get("attempt", -1)
             # Of one that was replaced none counts any more.
             self.last = next((row for row in new[::-1] if row.get("attempt", newest) >= newest), self.last)
@@ -311,7 +309,8 @@ class PlainView:
         self._stream = stream
         self._every = max(1, math.ceil(progress.steps / _PLAIN_LINES))
         self._next_step = 1
-        self._evaluated_at = 0
+        # Held-out losses that no line had yet.
+        self._held_out: dict[str, float] = {}
         self._stops = 0
 
     def tick(self, stops: int) -> None:
@@ -319,6 +318,7 @@ class PlainView:
         for notice in self._progress.take_notices():
             _print(notice, self._stream)
         for row in rows:
+            self._held_out = eval_losses(row) or self._held_out
             if row["step"] >= self._next_step or row["step"] == self._progress.steps:
                 self._next_step = (row["step"] // self._every + 1) * self._every
                 step = f"step {row['step']:>{len(str(self._progress.steps))}}/{self._progress.steps}"
@@ -331,10 +331,8 @@ class PlainView:
 
     def _eval(self) -> str:
         """Return the held-out losses that no line had yet."""
-        if self._evaluated_at == self._progress.evaluated_at:
-            return ""
-        self._evaluated_at = self._progress.evaluated_at
-        return f"  eval {figures.named_losses(self._progress.held_out)}"
+        found, self._held_out = self._held_out, {}
+        return f"  eval {figures.named_losses(found)}" if found else ""
 
     def close(self) -> None:
         self.tick(self._stops)

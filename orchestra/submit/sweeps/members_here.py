@@ -21,6 +21,7 @@ from types import FrameType
 from orchestra.errors import EXIT_INTERRUPTED, EXIT_STOPPED
 from orchestra.report.unwatched import begun_by_this
 from orchestra.run.config_file import read_config
+from orchestra.run.control import stop_requests
 from orchestra.run.paths import RunDir, SweepDir
 from orchestra.submit.sweeps.member_shares import MemberShare, on_cores, shares
 
@@ -62,13 +63,18 @@ def train_members(
     The first signal ends every member that trains with a checkpoint (75), the second at once (130); what
     waits is not begun.
     """
+    since = time.time()
     waiting, children = list(runs), list[_TrainingMember]()
     free = shares([read_config(run.config) for run in runs], at_once(runs))
     is_shown = is_shown and len(free) == 1
     with _forwarded(children) as received:
         while children or (waiting and not received):
             while waiting and free and not received:
-                run, share = waiting.pop(0), free.pop(0)
+                run = waiting.pop(0)
+                if _was_cancelled(run, since):
+                    ended(run)
+                    continue
+                share = free.pop(0)
                 begun(run)
                 children.append(_TrainingMember(run, _started(sweep, run, share, is_shown=is_shown), share))
             time.sleep(_POLL_S)
@@ -79,6 +85,15 @@ def train_members(
     if not received:
         return None
     return EXIT_STOPPED if len(received) == 1 else EXIT_INTERRUPTED
+
+
+def _was_cancelled(run: RunDir, since: float) -> bool:
+    """Whether somebody cancelled a member while it waited: `resume` would take that for the past."""
+    asked = stop_requests.requested_attempt(run)
+    return asked is not None and any(
+        request.reason == stop_requests.CANCEL and request.time >= since
+        for request in stop_requests.read_requests(run, asked)
+    )
 
 
 def _started(sweep: SweepDir, run: RunDir, share: MemberShare, *, is_shown: bool) -> subprocess.Popen[bytes]:

@@ -62,6 +62,17 @@ def test_a_long_run_is_told_in_about_fifty_lines_with_first_and_last(tmp_path: P
     assert (lines[0][:14], lines[-2][:14], lines[-1]) == ("step    1/1003", "step 1003/1003", "the end")
 
 
+def test_held_out_losses_stand_with_the_step_that_has_them(tmp_path: Path) -> None:
+    """However many rows come at once."""
+    run, stream = RunDir(tmp_path), io.StringIO()
+    metrics, view = JsonLinesWriter(run.metrics), _plain(Progress(run, 7), stream)
+    for step in range(1, 8):
+        metrics.write({**_row(step, 5.0), **({"eval/c/loss": step + 0.5} if step in (3, 6) else {})})
+    view.close([])
+    told = {line[5]: line.partition("eval ")[2][:8] for line in stream.getvalue().splitlines()}
+    assert {step: loss for step, loss in told.items() if loss} == {"3": "c 3.5000", "6": "c 6.5000"}
+
+
 def test_what_the_ranks_chose_and_an_unknown_mfu_are_told(tmp_path: Path) -> None:
     run, stream = RunDir(tmp_path), io.StringIO()
     events = EventWriter(run, rank_writer(0, 0), 0, rank=0)

@@ -51,6 +51,9 @@ def test_named_sources_one_without_a_name_and_blends(packed: Path, monkeypatch: 
     # Absolute: a frozen run means the same from any folder.
     assert named["wiki"].path == str(packed)
     assert (named["wiki"].source, named["code"].source) == (Source.tokens, Source.stdlib)
+    # A section that is null takes others as one that is empty does.
+    instead = held_out_data(config_of(*tokens, "eval.data=null", "eval.data={wiki:{path:text}}"))
+    assert list(instead) == ["wiki"]
     one = held_out_data(config_of(*tokens, "eval.data={path:text}"))
     assert [(name, data.path) for name, data in one.items()] == [(HELD_OUT, str(packed))]
     dotted = held_out_data(config_of(*tokens, "eval.data.wiki.path=text"))
