@@ -128,6 +128,8 @@ def verify(storage: Storage, checkpoint: StoredCheckpoint | int, num_threads: in
         manifest = catalog.read_manifest(storage, place)
     except DamagedError as error:
         return VerifyReport(step, 0, 0, 0, (Damage(error.file, error.tensor, error.what),))
+    except StorageError as error:
+        return VerifyReport(step, 0, 0, 0, (Damage(place.manifest, None, f"it cannot be read: {error}"),))
     findings = _Verification(storage, place.folder, manifest, num_threads).run()
     damages = [
         *itertools.chain.from_iterable(file.damages for file in findings),

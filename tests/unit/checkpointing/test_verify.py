@@ -203,6 +203,14 @@ def test_a_file_that_cannot_be_read_counts_as_damaged_and_the_others_are_read(pl
     assert report.damages == (Damage(place.file(0), None, "it cannot be read: Input/output error"),)
     assert report.num_bytes == place.manifest.files[place.file(1)].num_bytes
 
+    class Closed(Unreadable):
+        def get(self, path: str) -> bytes:
+            raise StorageError(f"{path}: Permission denied")
+
+    place.storage.__class__ = Closed
+    (damage,) = place.verify().damages
+    assert damage.what.endswith("manifest.json: Permission denied")
+
 
 def test_a_checkpoint_that_is_not_there_or_goes_meanwhile_is_no_damage(place: Place) -> None:
     with pytest.raises(NoCheckpointError, match="no checkpoint of step 99 is committed"):
