@@ -8,6 +8,8 @@ PYTEST_ARGS ?=
 OVERRIDES ?=
 KILLS ?= 200
 TORTURE_ARGS ?=
+RUNS ?= 20
+DRAWN_ARGS ?=
 INTERLEAVINGS ?= 100000
 LINEAGE_ARGS ?=
 SEEDS ?= 3
@@ -21,7 +23,7 @@ GPU_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 # What an installation depends on: a change of these files installs again, a second call does nothing.
 PINS := pyproject.toml constraints.txt
 
-.PHONY: help demo test test-all test-fast equivalence torture lineage matrix soak lint format bench gpu docs clean
+.PHONY: help demo test test-all test-fast equivalence torture drawn-runs lineage matrix soak lint format bench gpu docs clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -49,6 +51,9 @@ torture: $(VENV)/installed-test ## kill one run KILLS times (200) at every phase
 
 lineage: $(VENV)/installed-test ## freeze and thaw attempts between any two acts of a save, INTERLEAVINGS times (100000)
 	$(BIN)/python tests/unit/checkpointing/lineage_model.py --interleavings $(INTERLEAVINGS) $(LINEAGE_ARGS)
+
+drawn-runs: $(VENV)/installed-test ## hurt RUNS runs (20) of drawn layouts at random; each must end as if left alone
+	$(BIN)/python tests/e2e/drawn_runs.py --runs $(RUNS) $(DRAWN_ARGS)
 
 matrix: prepared ## hurt runs on a cluster in every way that can be shown here, SEEDS times (3)
 	$(BIN)/python tests/slurm/matrix.py --seeds $(SEEDS) $(MATRIX_ARGS)

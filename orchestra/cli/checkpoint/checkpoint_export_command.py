@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from orchestra.huggingface.export import ExportPlan, ExportRequest
 
 _TOKENIZER = "tokenizer.json"
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", re.IGNORECASE)
-_DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?", re.IGNORECASE)
+_POWERS = {"K": 1, "M": 2, "G": 3, "T": 4}
 _EXPLAINED = """\
 Writes config.json and safetensors files that `transformers` loads:
 
@@ -68,7 +68,8 @@ def _size(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     if match is None or float(match[1]) <= 0:
         raise ArgumentTypeError(f"{text!r} is no size; give e.g. 5GB or 500MB")
-    return max(1, int(float(match[1]) * _DECIMAL[match[2].upper()]))
+    power = _POWERS[match[2].upper()] if match[2] else 0
+    return max(1, int(float(match[1]) * (1024 if match[3] else 1000) ** power))
 
 
 @dataclass(frozen=True)

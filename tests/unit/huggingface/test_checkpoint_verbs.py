@@ -23,7 +23,7 @@ from checkpointing.lineage import Base
 from checkpointing.manifest import MANIFEST, decode, encode
 from checkpointing.storage import Storage, open_storage
 from conf.schema import CheckpointConfig, Config, DataConfig, Family, RunConfig, Source, TrainConfig
-from orchestra.cli.checkpoint.checkpoint_export_command import tokenizer_of
+from orchestra.cli.checkpoint.checkpoint_export_command import _size, tokenizer_of
 from orchestra.cli.checkpoint.checkpoint_ls_command import layout_text
 from orchestra.config.compose import compose
 from orchestra.data.pack import PackRequest, pack, plan_pack
@@ -336,6 +336,14 @@ def test_damage_in_a_bucket_is_found(remote: Storage, orchestra: CommandLine) ->
     remote.remove(file_path(10, file))
     (record,) = orchestra.json("checkpoint", "ls", "llama-1")
     assert record["damage"] == f"{file}: it is missing"
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("300", 300), ("5GB", 5 * 10**9), ("1.5 MiB", 3 << 19), ("2k", 2000), ("1Ti", 1 << 40)],
+)
+def test_sizes_are_decimal_or_binary_as_they_are_written(text: str, num_bytes: int) -> None:
+    assert _size(text) == num_bytes
 
 
 def test_the_token_that_ends_a_document_comes_from_the_data(tmp_path: Path) -> None:
