@@ -158,6 +158,10 @@ class Checkpointer(Saver):
         """
         return catalog.claim(self._storage, owner)
 
+    def is_anything_there(self) -> bool:
+        """Whether the place holds anything at all. *Any rank*; it looks at the storage."""
+        return bool(self._storage.names())
+
     def owner(self) -> str | None:
         """Return who has claimed the place, None where nobody has. *Any rank*; it looks at the storage."""
         return catalog.owner(self._storage)

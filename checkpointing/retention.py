@@ -119,16 +119,21 @@ def prune(
     return sorted(removed)
 
 
-def removable_bytes(storage: Storage, policy: RetentionPolicy, lineage: Lineage) -> int:
+def removable_bytes(
+    storage: Storage, policy: RetentionPolicy, lineage: Lineage, fallback: Storage | None = None
+) -> int:
     """Return what `prune` would free for a step after all others that has no room. Raises StorageError."""
-    on, _ = split(stored(storage), lineage)
+    storages = [storage] if fallback is None else [storage, fallback]
+    on, _ = split(stored_in(storages), lineage)
     known: dict[int, CommittedCheckpoint] = {}
-    _look_at(on, [storage], policy, known)
+    _look_at(on, storages, policy, known)
     there = list(known.values())
     upcoming = max((checkpoint.step for checkpoint in on), default=0) + 1
     leaving = set(_outdated(there, upcoming, policy))
     return sum(
-        sum(storage.sizes(checkpoint.folder).values()) for checkpoint in on if checkpoint.step in leaving
+        sum(storage.sizes(checkpoint.folder).values())
+        for checkpoint in on
+        if checkpoint.step in leaving and checkpoint.place == 0
     )
 
 

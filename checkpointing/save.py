@@ -242,9 +242,11 @@ class Saver:
         once.
         """
         if self._peers.is_coordinator:
-            for storage in self._used_places:
+            for storage in self._places:
                 # What cannot be removed now is removed later.
-                self._quietly(partial(catalog.remove_leftovers, storage, self._options.generation))
+                act = partial(catalog.remove_leftovers, storage, self._options.generation)
+                is_second = storage is self._fallback
+                self._quietly(partial(in_time, act, storage.place) if is_second else act)
         self._agree(shards)
         needed = sum(piece.num_bytes for pieces in self._plan for piece in pieces)
         # Each rank asks: where that fails it does so on all of them, and nobody waits for a word.
@@ -257,7 +259,8 @@ class Saver:
     def _removable_bytes(self) -> int:
         """Return what the older checkpoints take that a save without room removes first."""
         try:
-            return retention.removable_bytes(self._storage, self._policy, self._lineage())
+            fallback = self._look_into_fallback() if self._is_fallback_used else None
+            return retention.removable_bytes(self._storage, self._policy, self._lineage(), fallback)
         except StorageError:
             # It would not remove any now either.
             return 0

@@ -8,7 +8,9 @@ exceptions leaves this module.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
+import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -135,34 +137,56 @@ def _breaks_rules(config: Config, key: str, written: str, situation: Situation) 
 
 
 def merge(checked: Checked) -> tuple[Any, dict[str, str]]:
-    """Let Hydra merge the presets and the accepted overrides onto the schema; return the values, and the
-    preset of each group.
+    """Let Hydra merge the presets onto the schema, and put the accepted overrides on top; return the values,
+    and the preset of each group.
     """
-    ConfigStore.instance().store(name="schema", node=writable_schema())
-    # Hydra sets nothing in a section that a preset has made null.
-    later = [text for text in checked.accepted if f"{_name(text)}.".startswith(f"{_HELD_OUT}.")]
+    first, later = _in_turn(checked)
     try:
-        with hydra.initialize_config_dir(str(own_folder()), job_name="orchestra", version_base="1.3"):
-            first = [text for text in checked.accepted if text not in later]
-            whole = hydra.compose(_MAIN, first, return_hydra_config=True)
+        # Our own presets do not change, and are composed once.
+        composed = _composed if checked.tree.folders[1:] else _composed_once
+        values, presets = copy.deepcopy(composed(first))
     except RecursionError as error:
         names = ", ".join(f"{group}={preset}" for group, preset in checked.presets.items())
         raise ConfigError(f"the defaults of {names}: a preset leads back to itself in them") from error
     except _UNUSABLE as error:
         raise ConfigError(_tree_problems(checked) or [in_one_line(error)]) from error
-    choices = OmegaConf.to_container(whole.hydra.runtime.choices)
-    assert isinstance(choices, dict)
-    presets = {group: str(choices[group]) for group in GROUPS if choices.get(group) is not None}
     files = (checked.tree.file(f"{group}/{preset}") for group, preset in presets.items())
     if problems := [problem for file in files if file is not None for problem in unquoted_times(file)]:
         raise ConfigError(problems)
+    put(values, OverridesParser.create().parse_overrides(later))
+    model = presets.get("model")
+    if model is not None and "model.name" not in checked.keys and _inherits_name(checked.tree, model, values):
+        values.model.name = model.rpartition("/")[2]
+    return values, presets
+
+
+def _in_turn(checked: Checked) -> tuple[tuple[str, ...], list[str]]:
+    """Return the overrides that Hydra carries out, and those that are put on top of what it composed: values.
+    Where some add or delete a key, held-out sources alone, whose section a preset may have made null.
+    """
+    of_presets = (*checked.presets, SEARCH_PATH)
+    values = [text for text in checked.accepted if _name(text) not in of_presets]
+    held_out = [text for text in values if f"{_name(text)}.".startswith(f"{_HELD_OUT}.")]
+    others = [text for text in values if text not in held_out]
+    later = held_out if any(text.startswith(("+", "~")) for text in others) else values
+    return tuple(text for text in checked.accepted if text not in later), later
+
+
+def _composed(overrides: tuple[str, ...]) -> tuple[Any, dict[str, str]]:
+    """Let Hydra compose; return the values, and the preset of each group."""
+    ConfigStore.instance().store(name="schema", node=writable_schema())
+    with hydra.initialize_config_dir(str(own_folder()), job_name="orchestra", version_base="1.3"):
+        whole = hydra.compose(_MAIN, list(overrides), return_hydra_config=True)
+    choices = OmegaConf.to_container(whole.hydra.runtime.choices)
+    assert isinstance(choices, dict)
     OmegaConf.set_struct(whole, False)
     del whole["hydra"]
-    put(whole, OverridesParser.create().parse_overrides(later))
-    model = presets.get("model")
-    if model is not None and "model.name" not in checked.keys and _inherits_name(checked.tree, model, whole):
-        whole.model.name = model.rpartition("/")[2]
-    return whole, presets
+    return whole, {group: str(choices[group]) for group in GROUPS if choices.get(group) is not None}
+
+
+@functools.lru_cache(maxsize=64)
+def _composed_once(overrides: tuple[str, ...]) -> tuple[Any, dict[str, str]]:
+    return _composed(overrides)
 
 
 def chosen_launcher(overrides: Sequence[str]) -> LauncherName | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpointing.checkpoint_errors import CheckpointError, NoCheckpointError, UnreachableError
+from checkpointing.checkpoint_errors import CheckpointError, NoCheckpointError, StorageError, UnreachableError
 from checkpointing.checkpointer import Checkpointer
 from checkpointing.lineage import Base
 from checkpointing.manifest import Manifest
@@ -156,7 +157,16 @@ class StartingPoint:
         mine = context.wandb_id or context.run.name
 
         def owner_of_place() -> str:
-            return self.checkpointer.owner() or mine if only_look else self.checkpointer.claim(mine)
+            if not only_look:
+                return self.checkpointer.claim(mine)
+            found = self.checkpointer.owner()
+            if found is None and not self.checkpointer.is_anything_there() and self._has_committed_here():
+                # Whatever retention removed, who owns a place stays written there: it is not mounted.
+                try:
+                    raise OSError(errno.ESTALE, "nothing is there, though checkpoints were committed")
+                except OSError as error:
+                    raise StorageError(f"{context.place}: {error.strerror}") from error
+            return found or mine
 
         owner = context.answered_in_time(context.peers.unused("owner"), owner_of_place, goes_on)
         if owner != mine:
@@ -164,6 +174,12 @@ class StartingPoint:
                 f"{context.place} belongs to another run (its wandb id is {owner}, this run's is {mine}); "
                 "give this run a folder of its own (checkpoint.dir)"
             )
+
+    def _has_committed_here(self) -> bool:
+        """Whether the run's records tell of a checkpoint in this very place. *Rank 0 only*."""
+        needs = read_events(self.context.run, ("checkpoint_needs",))
+        attempts = {each["attempt"] for each in needs if each.get("place") == self.context.place}
+        return any("fallback" not in each and each["attempt"] in attempts for each in self._commits())
 
     def _fresh(self, goes_on: Callable[[], None]) -> Position:
         if not self.context.saves:

@@ -13,7 +13,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
-from orchestra.config.compose import Composed, compose
+from orchestra.config.compose import Composed, _composed_once, compose
 from orchestra.config.machine import Situation
 from orchestra.config.preset_files import own_folder
 from orchestra.config.sweep import MOST_MEMBERS, compose_batch, compose_members
@@ -239,6 +239,8 @@ def test_choices_of_a_sweeper_are_composed_as_given() -> None:
 def test_hydra_composes_once_for_each_choice_of_presets(monkeypatch: pytest.MonkeyPatch) -> None:
     import hydra
 
+    # What other tests composed is known.
+    _composed_once.cache_clear()
     calls: list[object] = []
     own = hydra.compose
     monkeypatch.setattr(hydra, "compose", lambda *args, **more: (calls.append(args), own(*args, **more))[1])

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from one_rank_attempts import STEPS, Attempt, begun, config_of, events, steps_of
 
-from checkpointing import catalog, outages
+from checkpointing import catalog, outages, retention
 from checkpointing.checkpoint_errors import StorageError
 from checkpointing.storage import open_storage
 from checkpointing.storage.local import LocalStorage
@@ -291,6 +291,49 @@ def test_one_of_two_places_is_enough_where_the_other_one_is_damaged_or_stands_st
         assert begun(tmp_path / "run", 2, config).holds(10)
     finally:
         faults.goes_on.set()
+
+
+def test_a_place_that_is_not_mounted_is_waited_for_though_the_newest_lies_in_the_fallback(
+    tmp_path: Path,
+) -> None:
+    """An attempt that went on beside it would write onto the bare mount point, and be lost with it."""
+    disk, away = tmp_path / "disk", tmp_path / "away"
+    config = with_fallback(tmp_path, dir=str(disk / "own"), restore_patience_s=0.3)
+    first = begun(tmp_path / "run", 0, config, saves=(5, 10), faults=Full())
+    first.save(STEPS)
+    first.checkpoints.close()
+    assert steps_in_fallback(tmp_path) == [STEPS]
+    disk.rename(away)
+    disk.mkdir()
+    longer = replace(config, train=replace(config.train, steps=STEPS + 10))
+    with pytest.raises(StorageOutageError, match="nothing is there, though checkpoints were committed"):
+        Attempt(tmp_path / "run", 1, longer).checkpoints.begin()
+    assert list(disk.iterdir()) == []
+    disk.rmdir()
+    away.rename(disk)
+    begun(tmp_path / "run", 2, longer).checkpoints.close()
+    assert events(tmp_path / "run", "restored")[-1]["step"] == STEPS
+
+
+def test_older_checkpoints_make_room_where_the_newest_lies_in_the_fallback(tmp_path: Path) -> None:
+    config = with_fallback(tmp_path, keep_last=1)
+    first = begun(tmp_path / "run", 0, config, saves=(10,), faults=Full())
+    first.save(STEPS)
+    first.checkpoints.close()
+    own, fallback = open_storage(tmp_path / "run" / "checkpoints"), open_storage(fallback_of(tmp_path))
+    assert (catalog.committed_steps(own), catalog.committed_steps(fallback)) == ([10], [STEPS])
+    policy, lineage = (
+        retention.RetentionPolicy(keep_last=1),
+        run_lineage.read_lineage(RunDir(tmp_path / "run")),
+    )
+    size = sum(own.sizes("step-00000010").values())
+    assert retention.removable_bytes(own, policy, lineage, fallback) == size > 0
+    assert retention.removable_bytes(own, policy, lineage) == 0
+    # What a rank left there that was killed while it wrote is removed by the next attempt.
+    draft = fallback_of(tmp_path) / ".step-00000030.g000-04.tmp"
+    draft.mkdir()
+    begun(tmp_path / "run", 1, replace(config, train=replace(config.train, steps=40))).checkpoints.close()
+    assert not draft.exists()
 
 
 def test_the_patience_begins_anew_once_a_checkpoint_could_be_offered() -> None:
