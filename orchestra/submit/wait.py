@@ -17,6 +17,7 @@ from launchers.slurm.queue import RUNNING, UNKNOWN, WAITING
 from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED
 from orchestra.report.run_state import RunState, name_of, read_state, recent_rows
 from orchestra.report.scheduler import OPEN, elsewhere, with_scheduler
+from orchestra.run.control.stop_requests import requested_attempt
 from orchestra.run.events import is_number
 from orchestra.run.paths import RunDir
 from orchestra.run.record import RunPhase
@@ -77,8 +78,9 @@ def result_of(run: RunDir, state: RunState, metric: str) -> RunResult:
     """Return how a run ended that is in this state."""
     rows = recent_rows(run, read_lineage(run))
     value = rows[-1].get(metric) if rows else None
-    # What never began on this machine was stopped, or cancelled, while it waited for its turn.
-    without_verdict = EXIT_STOPPED if state.state is RunPhase.not_started else EXIT_FAILED
+    # A member of a sweep here may be cancelled while it waits for its turn; others without a verdict failed.
+    is_cancelled = state.state is RunPhase.not_started and requested_attempt(run) is not None
+    without_verdict = EXIT_STOPPED if is_cancelled else EXIT_FAILED
     code = without_verdict if state.code is None else state.code
     number = float(value) if is_number(value) else None
     return RunResult(run, state.state, code, metric, number, state.cause)

@@ -162,10 +162,8 @@ class StartingPoint:
             found = self.checkpointer.owner()
             if found is None and not self.checkpointer.is_anything_there() and self._has_committed_here():
                 # Whatever retention removed, who owns a place stays written there: it is not mounted.
-                try:
-                    raise OSError(errno.ESTALE, "nothing is there, though checkpoints were committed")
-                except OSError as error:
-                    raise StorageError(f"{context.place}: {error.strerror}") from error
+                away = "nothing is there, though checkpoints were committed"
+                raise StorageError(f"{context.place}: {away}") from OSError(errno.ESTALE, away)
             return found or mine
 
         owner = context.answered_in_time(context.peers.unused("owner"), owner_of_place, goes_on)

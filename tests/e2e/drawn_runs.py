@@ -159,9 +159,13 @@ def trained(run: DrawnRun, folder: Path) -> str:
         process = subprocess.Popen(
             begin, cwd=folder, env=environment(), stdout=output, stderr=output, start_new_session=True
         )
-        if run.blow != "faults":
-            _strike(run, hurt, process)
-        code = process.wait(_LIMIT_S)
+        try:
+            if run.blow != "faults":
+                _strike(run, hurt, process)
+            code = process.wait(_LIMIT_S)
+        finally:
+            # What takes too long does not go on beside the next run.
+            process.kill()
     resumes = 0
     while code != 0 and resumes < _MOST_RESUMES:
         resumes += 1
@@ -173,7 +177,7 @@ def trained(run: DrawnRun, folder: Path) -> str:
     assert eventually(lambda: not processes_of(hurt), 10), "it left processes"
     assert_same_training(hurt, run_of(folder, "alone"))
     attempts = len(events_of(hurt, "attempt_started"))
-    return f"the same after {attempts} attempts, {resumes} resumes"
+    return f"same after {attempts} attempts, {resumes} resumes"
 
 
 def _ended(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -63,7 +63,8 @@ def train_members(
     The first signal ends every member that trains with a checkpoint (75), the second at once (130); what
     waits is not begun.
     """
-    since = time.time()
+    # `resume` takes requests that are there before it for the past.
+    old = {run.path: _cancels(run) for run in runs}
     waiting, children = list(runs), list[_TrainingMember]()
     free = shares([read_config(run.config) for run in runs], at_once(runs))
     is_shown = is_shown and len(free) == 1
@@ -71,7 +72,7 @@ def train_members(
         while children or (waiting and not received):
             while waiting and free and not received:
                 run = waiting.pop(0)
-                if _was_cancelled(run, since):
+                if _cancels(run) - old[run.path]:
                     ended(run)
                     continue
                 share = free.pop(0)
@@ -87,13 +88,11 @@ def train_members(
     return EXIT_STOPPED if len(received) == 1 else EXIT_INTERRUPTED
 
 
-def _was_cancelled(run: RunDir, since: float) -> bool:
-    """Whether somebody cancelled a member while it waited: `resume` would take that for the past."""
+def _cancels(run: RunDir) -> set[stop_requests.StopRequest]:
+    """Return the requests to cancel the attempt of a run that was asked last to stop."""
     asked = stop_requests.requested_attempt(run)
-    return asked is not None and any(
-        request.reason == stop_requests.CANCEL and request.time >= since
-        for request in stop_requests.read_requests(run, asked)
-    )
+    found = () if asked is None else stop_requests.read_requests(run, asked)
+    return {request for request in found if request.reason == stop_requests.CANCEL}
 
 
 def _started(sweep: SweepDir, run: RunDir, share: MemberShare, *, is_shown: bool) -> subprocess.Popen[bytes]:

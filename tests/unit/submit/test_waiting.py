@@ -9,17 +9,21 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support.fake_slurm import FakeSlurm, queue_line
 from support.run_records import age_files, led_here, started_elsewhere, submitted
 
+from orchestra.report.run_state import read_state
+from orchestra.run.control.stop_requests import CANCEL, write_request
 from orchestra.run.events import EventWriter, node_writer
 from orchestra.run.files import JsonLinesWriter
 from orchestra.run.paths import RunDir
+from orchestra.run.record import RunPhase
 from orchestra.submit import wait
-from orchestra.submit.wait import RunResult, exit_code, wait_for
+from orchestra.submit.wait import RunResult, exit_code, result_of, wait_for
 
 
 @pytest.fixture
@@ -123,6 +127,14 @@ def test_ctrl_c_leaves_the_jobs_alone_and_says_so(tmp_path: Path) -> None:
     assert "its job goes on" in said
     assert "KeyboardInterrupt" in said
     assert not run.control.exists()
+
+
+def test_a_run_that_never_began_has_failed_unless_somebody_cancelled_it(tmp_path: Path) -> None:
+    run = submitted(tmp_path, "run", "1")
+    state = replace(read_state(run, time.time()), state=RunPhase.not_started, code=None)
+    assert result_of(run, state, "loss").code == 1
+    write_request(run, 0, CANCEL)
+    assert result_of(run, state, "loss").code == 75
 
 
 @pytest.mark.parametrize(
