@@ -160,7 +160,12 @@ def _manifests(storage: Storage, folder: str) -> list[str]:
         return [MANIFEST]
     names = storage.names(folder)
     own = [name for name in names if _OWN_MANIFEST.fullmatch(name)]
-    return own or [name for name in names if name == MANIFEST]
+    return sorted(own, key=_numbers) or [name for name in names if name == MANIFEST]
+
+
+def _numbers(name: str) -> list[int]:
+    """Return generation and number of a save's own manifest: 100 comes after 99."""
+    return [int(number) for number in re.findall(r"\d+", name)]
 
 
 def _entry(storage: Storage, step: int, folder: str, file: str) -> StoredCheckpoint | None:
@@ -306,7 +311,8 @@ def commit(storage: Storage, draft: Draft, manifest: Manifest) -> None:
     _put(storage, draft.manifest, content)
     _put(storage, f"{draft.folder}/{MANIFEST}", content)
     with contextlib.suppress(StorageError):
-        for name in storage.names(draft.folder):
+        # Manifests first: whatever ends this, no manifest is left whose files are gone.
+        for name in sorted(storage.names(draft.folder), key=lambda name: not name.endswith(MANIFEST)):
             match = _PREFIX.match(name)
             if match is not None and int(match[2]) == manifest.generation and match[1] != draft.prefix:
                 storage.remove(f"{draft.folder}/{name}")
@@ -470,7 +476,7 @@ def _remove_save(storage: Storage, checkpoint: StoredCheckpoint) -> None:
     # Another attempt's manifest may be there, whose copy was overwritten by this one's.
     left = [name for name in _manifests(storage, folder) if name != MANIFEST]
     if left and storage.size(common) is None:
-        storage.put(common, storage.get(f"{folder}/{max(left)}"))
+        storage.put(common, storage.get(f"{folder}/{max(left, key=_numbers)}"))
 
 
 def claim(storage: Storage, owner: str) -> str:
@@ -538,6 +544,9 @@ def _remove_uncommitted(storage: Storage, folder: str, generation: int | None) -
     """Remove the files of saves that were not committed, on a storage without renames."""
     names = storage.names(folder)
     manifests = _manifests(storage, folder)
+    if manifests and MANIFEST not in names:
+        # The save was killed before it made the copy, which other readers look for.
+        storage.put(f"{folder}/{MANIFEST}", storage.get(f"{folder}/{manifests[-1]}"))
     kept = {match[1] for name in manifests if (match := _OWN_MANIFEST.fullmatch(name)) is not None}
     listed: set[str] = set()
     if manifests == [MANIFEST]:

@@ -105,7 +105,13 @@ def prune(
     there = [known[checkpoint.step] for checkpoint in on if checkpoint.step in known]
     policy_says = set(to_remove(there, policy) if upcoming is None else _outdated(there, upcoming, policy))
     leaving = [each for each in on if each.step in policy_says and each.step != saved]
-    late = [each.checkpoint for each in off if each.is_late or (policy.replaces and each.departure is None)]
+    # Of two saves of a step by one attempt the older is void, whatever is replaced besides.
+    renewed = {(each.step, each.attempt) for each in on if each.attempt is not None}
+    late = [
+        it
+        for it, each in ((each.checkpoint, each) for each in off)
+        if each.is_late or (each.departure is None and (policy.replaces or (it.step, it.attempt) in renewed))
+    ]
     removed = []
     for checkpoint in (*leaving, *late):
         place = storages[checkpoint.place]

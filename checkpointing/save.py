@@ -180,7 +180,7 @@ _PRUNING_S = 30.0
 class _Save:
     """One save under way on this rank. `verdict` is what the coordinator said, once it did."""
 
-    index: int
+    topic: str
     step: int
     state: Mapping[str, Any]
     storage: Storage
@@ -195,10 +195,6 @@ class _Save:
     thread: threading.Thread | None = None
     # Set once the verdict is known; the thread may go on, to wait for the other ranks' threads.
     is_concluded: threading.Event = field(default_factory=threading.Event)
-
-    @property
-    def topic(self) -> str:
-        return f"save/{self.index}"
 
 
 class Saver:
@@ -225,6 +221,8 @@ class Saver:
         self._lineage = lineage
         # What the states that are saved went on from; manifests say it.
         self.base = Base(0)
+        # Several may talk through the same peers, each of its own saves.
+        self._topic = peers.unused("saver")
         self._num_saves = 0
         self._num_skipped = 0
         self._plan: list[list[TensorPiece]] = []
@@ -371,7 +369,7 @@ class Saver:
             error = str(wrong)
         storage = self._places[int(in_fallback)]
         draft = catalog.draft(storage, step, self._options.generation, index)
-        save = _Save(index, step, content, storage, draft, began, self._plan, error=error)
+        save = _Save(f"{self._topic}/{index}", step, content, storage, draft, began, self._plan, error=error)
         if error is None:
             # Else the memory may still belong to the save before.
             self._stage(save, shards, is_stuck=in_fallback and self._is_stuck(step))
@@ -419,7 +417,7 @@ class Saver:
 
     def _is_our_turn(self, index: int, step: int, limit_s: float | None) -> bool:
         """Decide for all ranks alike whether the save before is over. The coordinator's word counts."""
-        topic = f"save/{index}/turn"
+        topic = f"{self._topic}/{index}/turn"
         if self._peers.is_coordinator:
             thread = self._current.thread if self._current else None
             if thread is not None and self._options.when_busy == "wait":
@@ -460,16 +458,18 @@ class Saver:
 
     def _finish(self, save: _Save) -> None:
         """Write, vote, and learn the verdict; nothing that goes wrong here may stop the training."""
+        is_told = False
         try:
             self._vote(save)
+            is_told = True
         except MissingRanksError as error:
             save.verdict = {"reasons": {str(rank): str(error) for rank in error.ranks}}
         except Exception as error:  # noqa: BLE001  told by the event below
             save.verdict = {"reasons": {str(self._peers.rank): str(error) or type(error).__name__}}
         reasons = save.verdict.get("reasons")
         if reasons:
-            if str(self._peers.rank) in reasons:
-                # Also where this rank was late and the coordinator has cleaned up long ago.
+            if is_told and str(self._peers.rank) in reasons:
+                # This rank was late, and the coordinator has cleaned up. Untold, it may just be committing.
                 self._quietly(lambda: catalog.discard(save.storage, save.draft))
             self._on_event("checkpoint_failed", {"step": save.step, "reasons": reasons})
         save.is_concluded.set()

@@ -117,13 +117,14 @@ class DcpFolder:
     """What a folder holds by DCP's names: tensors, and the places of everything else.
 
     `parents`: the dict that a name lay in, as a prefix (`model.` of `model.layers.0.weight`), where that is
-    known.
+    known; `paths`: the keys on the way to it, whole numbers those of lists.
     """
 
     storage: Storage
     tensors: Mapping[str, DcpTensor]
     values: Mapping[str, DcpChunk] = field(default_factory=dict)
     parents: Mapping[str, str] = field(default_factory=dict)
+    paths: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
 
     def chunk(self, name: str, chunk: DcpChunk) -> torch.Tensor:
         """Read one part of a tensor, contiguous, on the CPU. Raises DamagedError or StorageError."""
@@ -228,9 +229,13 @@ def _of_metadata(storage: Storage, metadata: _Record) -> DcpFolder:
         else:
             tensors[name] = _tensor(name, entry, places)
     planned = _fields(metadata).get("planner_data")
-    paths = planned if isinstance(planned, dict) else {}
-    parents = {name: _parent(name, path) for name, path in paths.items() if isinstance(path, tuple) and path}
-    return DcpFolder(storage, tensors, values, parents)
+    paths = {
+        name: path
+        for name, path in (planned.items() if isinstance(planned, dict) else ())
+        if isinstance(path, tuple) and path and all(type(key) in (str, int) for key in path)
+    }
+    parents = {name: _parent(name, path) for name, path in paths.items()}
+    return DcpFolder(storage, tensors, values, parents, paths)
 
 
 def _parent(name: Any, path: tuple[Any, ...]) -> str:

@@ -16,11 +16,12 @@ from typing import Any
 
 from checkpointing.checkpoint_errors import DamagedError, MismatchError
 from checkpointing.dcp.dcp_folder import DcpFolder
-from checkpointing.torch_state.loop_values import encoded
+from checkpointing.torch_state.loop_values import PAIRS, encoded
 from checkpointing.torch_state.named_tensors import HOW, plain_name
 
 _GROUPS = re.compile(r"((?:.*?\.)?)param_groups\.")
 _INDEXED = re.compile(r"(\d+)\.(\w+)")
+_NUMBER = re.compile(r"0|[1-9]\d{0,17}")
 _MAX_LISTED = 5
 
 
@@ -186,7 +187,10 @@ def _model_prefix(
     ]
     if len(fitting) == 1:
         return fitting[0]
-    candidates = fitting or [each for each in of_prefix if not each] or list(of_prefix)
+    # A counter or a generator's state beside a dict of weights makes no model of the root.
+    num_at_root = len(of_prefix.get("", ()))
+    is_root = all(len(short) < num_at_root for prefix, short in of_prefix.items() if prefix)
+    candidates = fitting or ([""] if num_at_root and is_root else list(of_prefix))
     if "model." in of_prefix and "model." in (fitting or of_prefix):
         return "model."
     if len(candidates) == 1:
@@ -217,8 +221,8 @@ def _no_optimizer(optimizers: Mapping[str, _Optimizer], model: Iterable[str]) ->
 
 
 def _extra(folder: DcpFolder, names: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
-    """Return what is JSON, in dicts as a loop's `extra` is kept, and what is not, in words."""
-    extra: dict[str, Any] = {}
+    """Return what is JSON, in dicts and lists as a loop's `extra` is kept, and what is not, in words."""
+    extra: dict[str | int, Any] = {}
     left_out: Counter[str] = Counter()
     for name in names:
         prefix = folder.parents.get(name, "")
@@ -228,8 +232,25 @@ def _extra(folder: DcpFolder, names: Iterable[str]) -> tuple[dict[str, Any], lis
             left_out[f"{prefix}*" if name in folder.tensors and prefix else name] += 1
             continue
         place = extra
-        for key in prefix.split(".")[:-1]:
+        first, *others = folder.paths.get(name, (name,))
+        *outer, last = [str(first), *others]
+        for key in outer:
             inner = place.setdefault(key, {})
             place = inner if isinstance(inner, dict) else place
-        place[name.removeprefix(prefix)] = value
-    return extra, [name if count == 1 else f"{name} ({count} tensors)" for name, count in left_out.items()]
+        place[last] = value
+    told = [name if count == 1 else f"{name} ({count} tensors)" for name, count in left_out.items()]
+    return {str(key): _as_written(value) for key, value in extra.items()}, told
+
+
+def _as_written(value: Any) -> Any:
+    """Return a list where the keys are those of one, without what was left out of it; and numbers for keys
+    of which DCP made text, as those of a MultiStepLR's milestones.
+    """
+    if not isinstance(value, dict):
+        return value
+    inner = {key: _as_written(each) for key, each in value.items()}
+    if inner and all(type(key) is int for key in inner):
+        return [each for _, each in sorted(inner.items())]
+    if inner and all(type(key) is str and _NUMBER.fullmatch(key) for key in inner):
+        return {PAIRS: [[int(key), each] for key, each in inner.items()]}
+    return {str(key): each for key, each in inner.items()}

@@ -85,7 +85,7 @@ class LoopCheckpointer:
         # its state; and of a save that is over all ranks must learn what became of it.
         has_changed = pieces != self._pieces
         word = [has_changed, self._checkpointer.is_busy, None if refusal is None else str(refusal)]
-        words = self._peers.exchange(self._peers.unused("save"), word)
+        words = self._peers.exchange(self._peers.unused("described"), word)
         if refusal is not None:
             raise refusal
         for rank, (_, _, why) in enumerate(words):

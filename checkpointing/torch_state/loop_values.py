@@ -14,7 +14,7 @@ from typing import Any
 
 from checkpointing.checkpoint_errors import MismatchError
 
-_PAIRS, _NUMBER = "__pairs__", "__number__"
+PAIRS, _NUMBER = "__pairs__", "__number__"
 
 
 def encoded(values: Any, what: str = "extra") -> Any:
@@ -28,8 +28,8 @@ def encoded(values: Any, what: str = "extra") -> Any:
 def decoded(values: Any) -> Any:
     """Return what was encoded."""
     if isinstance(values, dict):
-        if values.keys() == {_PAIRS}:
-            return {key: decoded(value) for key, value in values[_PAIRS]}
+        if values.keys() == {PAIRS}:
+            return {key: decoded(value) for key, value in values[PAIRS]}
         if values.keys() == {_NUMBER}:
             return float(values[_NUMBER])
         return {key: decoded(value) for key, value in values.items()}
@@ -41,12 +41,12 @@ def _as_json(values: Any, what: str) -> Any:
         return {_NUMBER: str(values)}
     if isinstance(values, Mapping):
         inner = {key: _as_json(value, f"{what}[{key!r}]") for key, value in values.items()}
-        own = next((key for key in inner if key in (_PAIRS, _NUMBER)), None)
+        own = next((key for key in inner if key in (PAIRS, _NUMBER)), None)
         if all(isinstance(key, str) for key in inner) and own is None:
             return inner
         wrong = next((key for key in inner if type(key) not in (int, str)), None)
         if wrong is not None or own is not None:
             key = own if wrong is None else wrong
             raise MismatchError(f"{what} has the key {key!r}; keys are text or whole numbers")
-        return {_PAIRS: [[key, value] for key, value in inner.items()]}
+        return {PAIRS: [[key, value] for key, value in inner.items()]}
     return [_as_json(value, what) for value in values] if isinstance(values, list | tuple) else values

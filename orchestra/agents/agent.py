@@ -54,6 +54,8 @@ _IDLE_POLL_S = 1.0
 _MANY_NODES = 64
 # How long an agent waits for an order that nobody gives, once it has carried out the one before.
 _ORPHAN_TIMEOUT_S = 900.0
+# As long as one that trains waits for a directory that was removed or renamed.
+_REMOVED_TIMEOUT_S = 30.0
 # How often it looks whether it has been forgotten: that lists a file for each node.
 _CHECK_S = 30.0
 # Giving back the memory of copies may take so long.
@@ -134,6 +136,8 @@ class _Agent:
         self._done = -1
         self._last_attempt: int | None = None
         self._idle_since = self._checked_at = time.monotonic()
+        # Since when the run's directory is not there.
+        self._gone_since: float | None = None
         # When a signal was first seen before the first order.
         self._warned_at: float | None = None
 
@@ -226,6 +230,12 @@ class _Agent:
         if now - self._checked_at < _CHECK_S:
             return
         self._checked_at = now
+        # Its orders lay there, and nobody can give another one.
+        with contextlib.suppress(OSError):
+            is_gone = not self._context.run.has_records()
+            self._gone_since = (self._gone_since or now) if is_gone else None
+        if self._gone_since is not None and now - self._gone_since > _REMOVED_TIMEOUT_S:
+            raise LaunchError(f"{self._context.run.path} was removed or renamed while nothing of it trained")
         limit = NODES_TIMEOUT_S + _ORPHAN_TIMEOUT_S if order is None else _ORPHAN_TIMEOUT_S
         is_busy = order is not None and len(self._group.reports(order.number, order.nodes)) == 0
         if is_busy or self._group.leads:

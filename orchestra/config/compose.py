@@ -420,8 +420,9 @@ def _fixed_problems(before: Config, after: Config, fixed: Mapping[str, str]) -> 
     for name, reason in fixed.items():
         if attrgetter(name)(before) != attrgetter(name)(after):
             differing.setdefault(reason, []).append(name)
+    verb = "submit" if before.cluster.launcher is LauncherName.slurm else "run"
     for reason, names in differing.items():
-        end = f"since {reason}; start a new run with `orchestra run` instead"
+        end = f"since {reason}; start a new run with `orchestra {verb}` instead"
         if len(names) > _FEW:
             yield f"{', '.join(names)}: the run has other values and keeps them, {end}"
             continue

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from launchers import LauncherError
+from launchers import LauncherError, SlurmRefused
 from launchers.slurm import sbatch
 from launchers.slurm.queue import GONE, RUNNING, UNKNOWN, find_by_token
 from orchestra.errors import OrchestraError
@@ -68,6 +68,11 @@ class Cancellation:
     other_tokens: tuple[str, ...] = ()
     # Slurm could not be asked whether a job waits; and afterwards: it could not be taken out of the queue.
     is_unreached: bool = False
+    # Slurm's words where it refused to, as for a job of somebody else's, and whose job it is.
+    refusal: str | None = None
+    user: str | None = None
+    # Why it could not be asked, or recorded what was done: an error, told after the others.
+    problem: str | None = None
 
 
 def cancellations(
@@ -84,7 +89,8 @@ def cancellations(
 
 def _planned(run: RunDir, own: RunState, state: RunState, now: float, at_once: bool) -> Cancellation:
     token = None if own.submitted is None else own.submitted.token
-    plan = Cancellation(run, state.name, state.state, job=state.job, token=token)
+    user = None if own.submitted is None else own.submitted.user
+    plan = Cancellation(run, state.name, state.state, job=state.job, token=token, user=user)
     is_shared = own.submitted is not None and own.submitted.is_shared
     if own.submitted is not None and own.submitted.alternatives:
         jobs = (own.submitted, *own.submitted.alternatives)
@@ -125,32 +131,43 @@ def _planned(run: RunDir, own: RunState, state: RunState, now: float, at_once: b
 def carry_out(plans: Sequence[Cancellation], *, at_once: bool = False) -> list[Cancellation]:
     """Do what the plans say, and return what became of each: one that had just begun was asked instead.
 
-    Raises OrchestraError when a request cannot be written.
+    What cannot be written is the `problem` of its plan.
     """
     plans = [
         _of_none(plan) if plan.way is Way.queue and (plan.other_jobs or plan.other_tokens) else plan
         for plan in plans
     ]
     of_slurm = [plan for plan in plans if plan.way in (Way.queue, Way.kill)]
-    is_refused = False
+    is_refused, refusal = False, None
     if of_slurm:
         try:
             jobs = [job for plan in of_slurm for job in (plan.job, *plan.other_jobs) if job]
             sbatch.cancel(jobs, only_waiting=not at_once)
-        except LauncherError:
-            is_refused = True
+        except LauncherError as error:
+            is_refused, refusal = True, str(error) if isinstance(error, SlurmRefused) else None
     runs = [plan.run for plan in of_slurm]
     states, _ = with_scheduler(runs, [read_state(run, time.time()) for run in runs])
     pairs = zip(of_slurm, states, strict=True)
-    after = {plan: _after(plan, state, is_refused=is_refused) for plan, state in pairs}
+    after = {
+        plan: _after(replace(plan, refusal=refusal), state, is_refused=is_refused) for plan, state in pairs
+    }
     done = [_off_the_list(plan) if plan.way is Way.place else after.get(plan, plan) for plan in plans]
     _empty_jobs([plan for plan in done if plan.way is Way.place])
-    for plan in done:
+    return [_written(plan, at_once) for plan in done]
+
+
+def _written(plan: Cancellation, at_once: bool) -> Cancellation:
+    """Write what a plan comes to, and return it with the problem where that cannot be: the others of a sweep
+    are stopped all the same.
+    """
+    try:
         if plan.way is Way.request:
             _ask(plan, at_once)
         elif plan.way in (Way.place, Way.queue, Way.kill):
             _record(plan)
-    return done
+    except OrchestraError as error:
+        return replace(plan, problem=str(error))
+    return plan
 
 
 def _of_none(plan: Cancellation) -> Cancellation:

@@ -292,6 +292,9 @@ def write_member(
     }
     request = member.request(record.facts.get("command", ()))
     write_run(request, draft, sweep.member(member.index), {**facts, **own})
+    # Commands may be the first to write there, with another umask than the group's.
+    for folder in (draft.control, draft.events):
+        folder.mkdir()
 
 
 def record_jobs(

@@ -32,7 +32,7 @@ from orchestra.errors import ConfigError, LaunchError
 from orchestra.recovery.history import last_attempt
 from orchestra.report.run_state import RunState, job_of_record, name_of, read_ending, read_state
 from orchestra.run.config_file import read_config, to_yaml
-from orchestra.run.control.stop_requests import claimed_attempt, user_name
+from orchestra.run.control import stop_requests
 from orchestra.run.events import read_events
 from orchestra.run.files import Record, write_atomically
 from orchestra.run.paths import RunDir, SweepDir, read_sweep
@@ -301,15 +301,17 @@ def _alive(run: RunDir, events: list[Record], state: RunPhase) -> str:
             f"{name_of(run)} is restarting after attempt {last}: {leader}, and the next begins by itself; "
             f"to change something, stop it first: `orchestra cancel {name_of(run)}`"
         )
+    if last is not None and stop_requests.read_request(run, last) is not None:
+        return f"{name_of(run)} {what}: {leader}; it was asked to stop already: let it save and end"
     return (
         f"{name_of(run)} {what}: {leader}; let it "
-        f"end, or stop it first: `orchestra cancel` (which saves), or Ctrl-C there"
+        f"end, or stop it first: `orchestra cancel {name_of(run)}` (which saves), or Ctrl-C there"
     )
 
 
 def pending_attempt(run: RunDir, last: int | None, now: float) -> int | None:
     """Return the attempt after `last`, the newest begun, which somebody is making ready; None without one."""
-    claimed = claimed_attempt(run)
+    claimed = stop_requests.claimed_attempt(run)
     if claimed is None or (last is not None and claimed <= last):
         return None
     return claimed if is_held(run.claim(claimed), now) else None
@@ -419,7 +421,9 @@ def resume_job(plan: ResumePlan, share: Share, following: Following | None = Non
     """Return the job of a run that goes on, or that is still to begin after others. Starts and writes
     nothing.
     """
-    numbering = Numbering(plan.run.name, user_name(), time.time(), following=following or Following())
+    numbering = Numbering(
+        plan.run.name, stop_requests.user_name(), time.time(), following=following or Following()
+    )
     return ResumeJob(plan, job_of_run(plan.config, plan.run, share, numbering))
 
 

@@ -14,11 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launchers.slurm.queue import RUNNING, UNKNOWN, WAITING
-from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED
+from orchestra.errors import (
+    EXIT_DO_NOT_RESTART,
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_STOPPED,
+    LaunchError,
+)
+from orchestra.recovery.history import last_attempt
 from orchestra.report.run_state import RunState, name_of, read_state, recent_rows
 from orchestra.report.scheduler import OPEN, elsewhere, with_scheduler
-from orchestra.run.control.stop_requests import requested_attempt
-from orchestra.run.events import is_number
+from orchestra.run.control import stop_requests
+from orchestra.run.events import is_number, read_events
 from orchestra.run.paths import RunDir
 from orchestra.run.record import RunPhase
 from orchestra.run.run_lineage import read_lineage
@@ -79,7 +87,7 @@ def result_of(run: RunDir, state: RunState, metric: str) -> RunResult:
     rows = recent_rows(run, read_lineage(run))
     value = rows[-1].get(metric) if rows else None
     # A member of a sweep here may be cancelled while it waits for its turn; others without a verdict failed.
-    is_cancelled = state.state is RunPhase.not_started and requested_attempt(run) is not None
+    is_cancelled = state.state is RunPhase.not_started and stop_requests.requested_attempt(run) is not None
     without_verdict = EXIT_STOPPED if is_cancelled else EXIT_FAILED
     code = without_verdict if state.code is None else state.code
     number = float(value) if is_number(value) else None
@@ -215,11 +223,13 @@ def settled(runs: Sequence[RunDir], own: Sequence[RunState]) -> tuple[list[RunSt
     """Return the runs' states with Slurm's word, and why it could not be asked if it could not.
 
     `own` are the states as the runs' records tell them. Waits up to a minute, for all of them together, while
-    jobs of attempts that ended are still being ended, and says so.
+    jobs of attempts that ended are still being ended, and says so. Raises LaunchError where one of the runs
+    is cancelled meanwhile.
     """
     states, problems = with_scheduler(runs, own)
     deadline = time.monotonic() + _WAIT_S
     ending = _being_ended(states)
+    cancels = {index: _num_cancels(runs[index]) for index in ending}
     if ending and not problems:
         first, more = states[ending[0]], f" and {len(ending) - 1} more" if len(ending) > 1 else ""
         _say(
@@ -232,8 +242,17 @@ def settled(runs: Sequence[RunDir], own: Sequence[RunState]) -> tuple[list[RunSt
         answers, problems = with_scheduler(unsettled, [read_state(run, time.time()) for run in unsettled])
         for index, state in zip(ending, answers, strict=True):
             states[index] = state
+            if _num_cancels(runs[index]) != cancels[index]:
+                raise LaunchError(f"{state.name} was cancelled meanwhile: nothing was submitted")
         ending = _being_ended(states)
     return states, problems
+
+
+def _num_cancels(run: RunDir) -> int:
+    """Return how often `orchestra cancel` asked the run's newest attempt to stop."""
+    attempt = last_attempt(read_events(run, ("attempt_started",)))
+    requests = [] if attempt is None else stop_requests.read_requests(run, attempt)
+    return sum(request.reason == stop_requests.CANCEL for request in requests)
 
 
 def _being_ended(states: Sequence[RunState]) -> list[int]:

@@ -7,6 +7,7 @@ It writes the request and ends; what became of it `orchestra status` tells.
 from __future__ import annotations
 
 import json
+import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections import Counter
@@ -24,6 +25,7 @@ from orchestra.cli.text.resolve import (
 )
 from orchestra.errors import EXIT_DONE, EXIT_FAILED, ConfigError
 from orchestra.report.run_state import name_of, runs_of
+from orchestra.run.control.stop_requests import user_name
 from orchestra.run.files import Record
 from orchestra.run.paths import RunDir, is_sweep, read_sweep
 from orchestra.run.record import RunPhase
@@ -73,7 +75,11 @@ def run(arguments: Namespace) -> int:
             is_stopped = any(by_run[run].attempt is not None for run in runs)
             if waiting := _followers(target) if is_stopped else []:
                 print(_about_followers(target, waiting))
-    return EXIT_FAILED if any(plan.is_unreached for plan in done) and not arguments.dry_run else EXIT_DONE
+    for plan in done:
+        if plan.problem is not None:
+            print(f"error: {plan.problem}", file=sys.stderr)
+    went_wrong = any(plan.is_unreached or plan.problem is not None for plan in done)
+    return EXIT_FAILED if went_wrong and not arguments.dry_run else EXIT_DONE
 
 
 def _runs(target: Target) -> list[RunDir]:
@@ -122,10 +128,11 @@ def _record(plan: Cancellation, arguments: Namespace) -> Record:
         "state": plan.state,
         "job": plan.job,
         "attempt": plan.attempt,
-        "asked": plan.way is Way.request and plan.earlier is None and is_done,
+        "asked": plan.way is Way.request and plan.earlier is None and plan.problem is None and is_done,
         "now": arguments.now,
         "job_cancelled": plan.way in (Way.place, Way.queue, Way.kill) and is_done,
         "reached": not plan.is_unreached,
+        "problem": plan.problem,
     }
 
 
@@ -136,6 +143,16 @@ def _words(plan: Cancellation, arguments: Namespace) -> tuple[str, str]:
     follow = f"`{invocation('status', plan.run)}` tells when it has"
     if plan.attempt is None:
         return plan.state, f"{plan.state}, nothing runs that could be stopped"
+    if plan.problem is not None:
+        return "not asked, as told below", "not asked, as told below"
+    if plan.is_unreached and plan.refusal is not None:
+        mine = plan.user == user_name()
+        who = "" if mine or plan.user is None else f"; it is {plan.user}'s, who can type this too"
+        sentence = (
+            f"{asked} as soon as it begins; Slurm leaves job {plan.job or '?'} in the queue: "
+            f"{plan.refusal}{who}"
+        )
+        return "asked, but Slurm leaves their jobs in the queue", sentence
     if plan.is_unreached:
         sentence = (
             f"{asked} as soon as it begins, but Slurm could not be reached and job {plan.job or '?'} may "

@@ -197,7 +197,7 @@ class ResumedMember:
     attempt: int
     # The configuration where overrides change it, or where the run is made anew; None: as it is frozen.
     config: Config | None = None
-    # Whether it was another sweep's run, and gets a directory of its own now.
+    # Whether its directory is gone, or it was another sweep's run: it gets a directory of its own now.
     is_new: bool = False
     # How many jobs it had when this was decided.
     num_jobs: int = 0
@@ -296,14 +296,16 @@ def resumed_members(member_states: Sequence[MemberRun], changes: MemberChanges) 
 def _resumed_member(existing: MemberRun, changes: MemberChanges) -> ResumedMember:
     member, run = existing.member, existing.run
     attempt = next_attempt_number(run, last_attempt(read_events(run)))
-    is_new = member.adopted is not None
+    is_gone = not run.path.exists()
+    is_new = member.adopted is not None or is_gone
     if not changes.overrides and not is_new:
         return ResumedMember(member, attempt, num_jobs=existing.num_jobs)
     before = changes.composed.get(member.signature) if is_new else None
-    if before is None and not run.path.exists():
+    if before is None and is_gone:
+        what = "" if member.adopted is None else ", which this sweep took over,"
         raise ConfigError(
-            f"{run.path}, which this sweep took over, is gone; submit the sweep again with its own values "
-            f"(`orchestra submit -m …`)"
+            f"{run.path}{what} is gone; submit the sweep again with its own values "
+            f"(`orchestra submit -m …`), which makes it anew"
         )
     number = 0 if is_new else attempt
     frozen = config = without_past_faults(before or read_config(run.config), number)

@@ -18,7 +18,7 @@ from checkpointing import catalog
 from checkpointing.catalog import StoredCheckpoint, remove_leftovers
 from checkpointing.checkpoint_errors import DamagedError, StorageError, SupersededError
 from checkpointing.lineage import AttemptBegin, Base, Lineage
-from checkpointing.manifest import MANIFEST, Manifest, encode
+from checkpointing.manifest import MANIFEST, Manifest, decode, encode
 from checkpointing.retention import (
     CommittedCheckpoint,
     RetentionPolicy,
@@ -117,6 +117,33 @@ def test_a_new_save_of_a_step_by_its_own_attempt_replaces_the_older_one_whole(st
     assert verify(storage, 7).is_intact
 
 
+@pytest.mark.parametrize("num_removed", range(5))
+def test_whatever_is_left_of_a_replaced_save_on_an_object_store_is_whole_and_goes_later(
+    monkeypatch: pytest.MonkeyPatch, num_removed: int
+) -> None:
+    storage = memory()
+    remove, failures = storage.remove, itertools.chain([False] * num_removed, itertools.repeat(True))
+
+    def interrupted(path: str) -> None:
+        if next(failures):
+            raise StorageError("killed")
+        remove(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(storage, "remove", interrupted)
+        # The hundredth comes after the 99th.
+        for index, number in ((99, 1), (100, 2)):
+            draft = catalog.draft(storage, 7, 3, index)
+            state = {"number": number}
+            catalog.commit(storage, draft, write_draft(storage, draft, generation=3, state=state))
+    assert all(verify(storage, each).is_intact for each in catalog.stored(storage))
+    (counts,) = catalog.on_line(storage, Lineage())
+    assert catalog.read_manifest(storage, counts).state == {"number": 2}
+    write(storage, 8, generation=3)
+    prune(storage, RetentionPolicy())
+    assert [each.step for each in catalog.stored(storage)] == [7, 8]
+
+
 def test_a_save_of_an_older_attempts_step_takes_its_name_and_the_older_one_stays(storage: Storage) -> None:
     old = write(storage, 7, generation=1)
     new = write(storage, 7, arrays(seed=1), generation=3)
@@ -156,6 +183,15 @@ def test_leftovers_go_and_checkpoints_stay(storage: Storage) -> None:
     assert len(remove_leftovers(storage)) >= 2
     assert files_of(storage) == all_files_of(storage, kept)
     assert remove_leftovers(storage) == []
+
+
+def test_a_manifest_that_an_interrupted_save_did_not_copy_is_copied() -> None:
+    storage = memory()
+    write(storage, 7, generation=1)
+    newer = write(storage, 7, arrays(seed=1), generation=3)
+    storage.remove("step-00000007/manifest.json")
+    remove_leftovers(storage)
+    assert decode(storage.get("step-00000007/manifest.json")) == newer
 
 
 def test_what_a_newer_attempt_is_writing_is_no_leftover_of_an_older_ones(storage: Storage) -> None:

@@ -107,6 +107,36 @@ def test_a_loop_goes_on_from_dcp_s_checkpoint_bit_for_bit(
     assert train(other, its_optimizer, range(3, 6)) == train(model, optimizer, range(3, 6))
 
 
+def test_schedulers_go_on_with_their_lists_and_milestones(tmp_path: Path) -> None:
+    def scheduled() -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.SequentialLR]:
+        model, optimizer = made(0)
+        kinds = torch.optim.lr_scheduler
+        parts: list[Any] = [kinds.ConstantLR(optimizer), kinds.MultiStepLR(optimizer, [2, 4])]
+        return model, optimizer, kinds.SequentialLR(optimizer, parts, [3])
+
+    def rates(optimizer: torch.optim.Optimizer, scheduler: Any, count: int) -> list[float]:
+        found = []
+        for _ in range(count):
+            optimizer.step()
+            scheduler.step()
+            found.append(optimizer.param_groups[0]["lr"])
+        return found
+
+    model, optimizer, scheduler = scheduled()
+    train(model, optimizer, range(1))
+    rates(optimizer, scheduler, 4)
+    weights, state = get_state_dict(model, optimizer)
+    content = {"model": weights, "optim": state, "sched": scheduler.state_dict(), "a.b": {"step": 4}}
+    dcp.save(content, checkpoint_id=str(tmp_path / "dcp"))
+    answered(request(tmp_path / "dcp", tmp_path / "ours"))
+    other, its_optimizer, its_scheduler = scheduled()
+    extra: dict[str, Any] = {}
+    restore(str(tmp_path / "ours"), other, its_optimizer, extra=extra)
+    assert extra["a.b"] == {"step": 4}
+    its_scheduler.load_state_dict(extra["sched"])
+    assert rates(its_optimizer, its_scheduler, 8) == rates(optimizer, scheduler, 8)
+
+
 def test_any_storage_and_the_safetensors_that_dcp_writes_are_taken(tmp_path: Path) -> None:
     model, _ = made(0)
     writer = dcp.HuggingFaceStorageWriter(str(tmp_path / "step-12"), save_distributed=True)
@@ -218,6 +248,10 @@ def test_what_cannot_be_told_is_asked_for(tmp_path: Path) -> None:
     dcp.save({"model": weights, "optim": optimizer.state_dict()}, checkpoint_id=str(tmp_path / "indices"))
     with pytest.raises(CheckpointError, match=r"net \(9 tensors\), ema \(9 tensors\): give --model KEY"):
         answered(request(tmp_path / "two", tmp_path / "ours"))
+    counted = {"net": weights, "seen": torch.tensor(3)}
+    dcp.save(counted, checkpoint_id=str(tmp_path / "step-4"))
+    with pytest.raises(CheckpointError, match=r"net \(9 tensors\), the root \(1 tensors\): give --model KEY"):
+        answered(request(tmp_path / "step-4", tmp_path / "ours"))
     with pytest.raises(CheckpointError, match="does not say its step: give --step N"):
         answered(request(tmp_path / "two", tmp_path / "ours", model="net"))
     with pytest.raises(CheckpointError, match=r"optim.state has indices .* --model-only"):

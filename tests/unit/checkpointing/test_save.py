@@ -4,6 +4,7 @@ save uses no collective, and each has a connection of its own to a real store.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +25,7 @@ from checkpointing import catalog, save
 from checkpointing.checkpoint_errors import MismatchError, SaveFailedError, StorageError
 from checkpointing.checkpointer import Checkpointer
 from checkpointing.checksums import combined, written
-from checkpointing.options import Options
+from checkpointing.options import Options, no_event, no_fault
 from checkpointing.peers import Peers
 from checkpointing.save import Saver
 from checkpointing.shard_digest import part_digest
@@ -315,6 +316,29 @@ def test_a_failed_save_is_told_on_all_ranks_leaves_nothing_and_the_next_works(pl
     assert catalog.committed_steps(storage) == [2]
 
 
+def test_a_rank_that_loses_the_store_takes_nothing_from_a_checkpoint_that_is_being_committed(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wait_for_rank_1(rank: int, name: str, _step: int) -> None:
+        if (rank, name) == (0, "before_manifest"):
+            with pytest.raises(SaveFailedError, match="the store is gone"):
+                ranks.savers[1].wait()
+
+    await_answer = Peers.await_answer
+
+    def lose(peers: Peers, topic: str, *limit_s: float) -> Any:
+        if not re.fullmatch(r"saver/\d+/\d+", topic):
+            return await_answer(peers, topic, *limit_s)
+        raise ConnectionError("the store is gone")
+
+    monkeypatch.setattr(Peers, "await_answer", lose)
+    storage = LocalStorage(place)
+    ranks = ranks_on(storage, at_phase=wait_for_rank_1)
+    ranks.save(1, state())
+    ranks.savers[0].wait()
+    assert verify(storage, 1).is_intact
+
+
 @pytest.mark.slow
 def test_a_rank_that_stalls_is_named_after_the_limit_and_its_files_do_not_stay(place: Path) -> None:
     thaw = threading.Event()
@@ -326,7 +350,7 @@ def test_a_rank_that_stalls_is_named_after_the_limit_and_its_files_do_not_stay(p
     ranks = ranks_on(LocalStorage(place), options=replace(OPTIONS, limit_s=0.5), at_phase=stall)
     shards = state()
     ranks.save(1, shards)
-    with pytest.raises(SaveFailedError, match=r"rank 1: save/1: no answer|rank 1: save/0: no answer"):
+    with pytest.raises(SaveFailedError, match=r"rank 1: saver/1/[01]: no answer"):
         ranks.savers[0].wait()
     assert ranks.save(2, shards) == [False, False]
     thaw.set()
@@ -370,3 +394,32 @@ def test_a_checkpoint_that_was_found_damaged_pushes_no_intact_one_out(place: Pat
     assert catalog.committed_steps(storage) == [25, 30]
     ranks.save_whole(30, state())
     assert catalog.committed_steps(storage) == [30]
+
+
+def test_two_that_share_their_peers_learn_of_their_own_saves(tmp_path: Path) -> None:
+    """As a loop with two models has them: a save of each is under way at once."""
+
+    def fail(*_: object) -> None:
+        raise StorageError("no space left")
+
+    def loop(peers: Peers) -> list[bool]:
+        shards = state()[peers.rank]
+        places = [LocalStorage(tmp_path / name) for name in "ab"]
+        first, second = (Saver(place, peers, OPTIONS, no_event, no_fault) for place in places)
+        if peers.is_coordinator:
+            places[1].put = fail  # type: ignore[method-assign]
+        told = []
+        for step in (1, 2):
+            for saver in (first, second):
+                saver.save(step, shards, {})
+            for saver in (first, second):
+                try:
+                    saver.wait()
+                    told.append(True)
+                except SaveFailedError as error:
+                    told.append("no space left" not in str(error))
+        return told
+
+    with ThreadPoolExecutor(2) as ranks:
+        assert list(ranks.map(loop, peers_of(2))) == [[True, False] * 2] * 2
+    assert catalog.committed_steps(LocalStorage(tmp_path / "a")) == [1, 2]

@@ -9,7 +9,10 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -24,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from checkpointing import catalog
 from checkpointing.checkpoint_errors import MismatchError, NoCheckpointError, SaveFailedError, StorageError
 from checkpointing.options import Options
+from checkpointing.peers import Peers
 from checkpointing.storage import open_storage
 from checkpointing.storage.local import LocalStorage
 from checkpointing.torch_state import LoopCheckpointer, loop_checkpointer, meeting, restore, save
@@ -198,6 +202,36 @@ def test_a_save_that_failed_is_told_once_and_the_next_ones_are_made(
         assert checkpointer.save(4)
         assert checkpointer.save(5, wait=False)
     assert catalog.committed_steps(open_storage(str(tmp_path))) == [4, 5]
+
+
+@pytest.mark.parametrize("failing", range(1, 4))
+def test_every_rank_learns_that_a_save_was_not_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    """Ranks are threads here. Rank 0 alone writes the manifest, so nobody else can know by itself."""
+    store, this = dist.HashStore(), threading.local()  # type: ignore[attr-defined]
+    monkeypatch.setattr(loop_checkpointer, "meet", lambda *_: Peers(this.rank, 2, store, 20.0))
+    put: Callable[..., None] = LocalStorage.put
+
+    def refused(self: LocalStorage, path: str, content: bytes) -> None:
+        if f"step-{failing:08d}" in path:
+            raise StorageError("no space left")
+        put(self, path, content)
+
+    monkeypatch.setattr(LocalStorage, "put", refused)
+
+    def loop(rank: int) -> list[int]:
+        this.rank, told, model = rank, [], network()
+        with LoopCheckpointer(str(tmp_path), model, None) as checkpointer:
+            for step in range(1, 5):
+                try:
+                    checkpointer.save(step)
+                except SaveFailedError as error:
+                    told.append(error.step)
+        return told
+
+    with ThreadPoolExecutor(2) as ranks:
+        assert list(ranks.map(loop, range(2))) == [[failing], [failing]]
 
 
 def test_a_second_save_of_a_step_leaves_nothing_of_the_first(tmp_path: Path) -> None:

@@ -71,6 +71,15 @@ def test_members_of_a_named_group_may_write_and_nobody_else(slurm: FakeSlurm, or
     assert "no such group" in refused
 
 
+def test_members_of_a_named_group_may_stop_what_has_not_begun(
+    slurm: FakeSlurm, orchestra: CommandLine
+) -> None:
+    orchestra("submit", "-m", "train.seed=1,2", *SMALL, "run.name=ours", f"run.group={OWN_GROUP}")
+    made = modes(Path("runs/ours"))
+    for folder in ("000/control", "000/events", "001/control", "001/events"):
+        assert made[folder] & 0o070 == 0o070, folder
+
+
 def test_new_files_are_the_users_alone_or_the_groups(tmp_path: Path) -> None:
     with closed_to_others():
         (tmp_path / "closed").mkdir()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from pathlib import Path
 
 import pytest
@@ -143,3 +144,24 @@ def test_a_dry_run_says_whose_an_adopted_member_is(
     # Of the very same sweep nothing is adopted.
     plan = orchestra("run", "-m", *words, "run.name=old", "--dry-run").out
     assert "001  train.seed=2  (finished, left alone)\n" in plan
+
+
+def test_a_member_whose_folder_was_removed_is_made_anew_by_the_sweep_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, orchestra: CommandLine, fake_slurm: FakeSlurm
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    fake_slurm.put("sinfo", 'echo "main*|up|infinite|4|8|idle|(null)"')
+    fake_slurm.put("scontrol", 'echo "MaxArraySize = 1001"')
+    fake_slurm.put("sbatch", "echo 7")
+    words = ("submit", "-m", "cluster=slurm", "cluster.device=cpu", "cluster.gpus_per_node=1", "run.name=s")
+    orchestra(*words, "train.seed=1,2")
+    sweep = SweepDir(tmp_path / "runs" / "s")
+    forget_claim(sweep)
+    for index in (0, 1):
+        finish(sweep.member(index), code=1)
+    shutil.rmtree(sweep.member(1).path)
+    told = orchestra("resume", "s", code=2).err
+    assert "s/001 is gone; submit the sweep again with its own values (`orchestra submit -m …`)" in told
+    orchestra(*words, "train.seed=1,2")
+    assert sweep.member(1).config.exists()
+    assert [len(read_record(sweep.member(index))["jobs"]) for index in (0, 1)] == [2, 1]

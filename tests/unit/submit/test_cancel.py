@@ -76,6 +76,21 @@ def test_a_run_whose_job_is_just_being_submitted_is_asked_in_the_attempt_to_come
     assert read_request(run, 0) is not None
 
 
+def test_a_job_that_slurm_does_not_let_this_user_cancel_is_told_as_such(
+    orchestra: CommandLine, fake_slurm: FakeSlurm
+) -> None:
+    run = submitted(Path.cwd(), "one")
+    fake_slurm.says("squeue", prints=queue_line("7", "PENDING", "one"))
+    fake_slurm.put(
+        "scancel", "echo 'scancel: error: Kill job error on job id 7: Access/permission denied' >&2; exit 1"
+    )
+    told = orchestra("cancel", "one", code=1).out
+    assert "could not be reached" not in told
+    assert "Slurm leaves job 7 in the queue" in told
+    assert "Access/permission denied" in told
+    assert read_request(run, 0) is not None
+
+
 def test_now_ends_a_job_that_is_suspended_by_slurm(orchestra: CommandLine, fake_slurm: FakeSlurm) -> None:
     run = submitted(Path.cwd(), "one")
     started_elsewhere(run, job="7")
@@ -107,3 +122,12 @@ def test_a_request_that_cannot_be_written_is_an_error_that_says_what_to_do(orche
     printed = orchestra("cancel", "first", code=1).err
     assert printed.startswith("error: ")
     assert str(FIRST.control) in printed
+
+
+def test_the_others_are_asked_where_one_cannot_be(orchestra: CommandLine) -> None:
+    led_here(FIRST).control.symlink_to("nowhere")
+    led_here(SECOND)
+    printed = orchestra("cancel", "first", "second", code=1)
+    assert "second: attempt 0 asked to save and stop" in printed.out
+    assert str(FIRST.control) in printed.err
+    assert read_request(SECOND, 0) is not None

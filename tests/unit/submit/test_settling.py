@@ -15,6 +15,7 @@ from orchestra.config.machine import Situation
 from orchestra.errors import ConfigError, LaunchError
 from orchestra.report.run_state import read_state
 from orchestra.report.scheduler import newest_job
+from orchestra.run.control.stop_requests import CANCEL, write_request
 from orchestra.run.events import EventWriter, node_writer
 from orchestra.run.paths import RunDir, Sweep, SweepArray, SweepDir, SweepMember, to_json
 from orchestra.submit import wait
@@ -83,6 +84,20 @@ def test_a_job_that_is_being_ended_is_waited_for(
     assert answer.state is not None
     assert answer.state.state == "interrupted"
     assert "Slurm still ends job 7, which trained one" in capsys.readouterr().err
+
+
+def test_whoever_is_cancelled_while_its_job_is_awaited_is_not_submitted(
+    stopped: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_request(stopped, 0, CANCEL)
+    slurm.tells("COMPLETING", "COMPLETING", "")
+    assert ask_scheduler(stopped, time.time()).state is not None, (
+        "that was before, and is what it goes on from"
+    )
+    monkeypatch.setattr(time, "sleep", lambda _seconds: write_request(stopped, 0, CANCEL))
+    slurm.tells("COMPLETING", "COMPLETING", "")
+    with pytest.raises(LaunchError, match="one was cancelled meanwhile"):
+        ask_scheduler(stopped, time.time())
 
 
 def test_a_job_that_is_queued_again_is_left_to_slurm(stopped: RunDir, slurm: Slurm) -> None:
