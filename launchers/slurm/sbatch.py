@@ -50,6 +50,9 @@ def tested(script: str) -> Estimate | None:
     """
     _, answer = both_outputs_of(("sbatch", "--test-only"), stdin=script)
     match = _ESTIMATE.search(answer)
+    if "\n#SBATCH --hold\n" in script:
+        # Slurm reckons as if somebody released it at once.
+        return None
     return Estimate(match["time"], match["nodes"]) if match else None
 
 

@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from checkpointing.box import ITEM_BYTES, Box
@@ -34,6 +35,7 @@ from orchestra.huggingface.hub_names import (
     parameter_shapes,
     stored_parts,
 )
+from orchestra.run.paths import RunDir
 from orchestra.sizes.flops import attention_width, expert_width
 from orchestra.sizes.units import first_few
 
@@ -222,7 +224,7 @@ def _opened(place: str, storage: Storage, name: str) -> Folder:
     if not present:
         raise DataError(_ABSENT.format(place))
     if CONFIG not in present:
-        raise DataError(f"{place} has no {CONFIG}; {_WANTED}")
+        raise DataError(f"{place} has no {CONFIG}; {_of_a_run(place) or _WANTED}")
     document = _json(storage, f"{name}/{CONFIG}", f"{place}/{CONFIG}")
     model = model_of(document, f"{place}/{CONFIG}", name)
     headers = {file: read_header(storage, name, file) for file in _files(storage, name, present)}
@@ -231,6 +233,17 @@ def _opened(place: str, storage: Storage, name: str) -> Folder:
     sizes = {file: header.num_bytes for file, header in headers.items()}
     second = model.tie_word_embeddings and OUTPUT in stored
     return Folder(place, storage, name, model, _manifest(sizes, tensors), has_second_output=second)
+
+
+def _of_a_run(place: str) -> str | None:
+    """Return how to get such a folder from a run, where a run or what lies in one was given."""
+    path = Path(place)
+    run = next((each for each in (path, *path.parents[:2]) if RunDir(each).config.exists()), None)
+    if "://" in place or run is None:
+        return None
+    return (
+        f"it is a run's: `orchestra checkpoint export {run} --to FOLDER` writes its weights as such a folder"
+    )
 
 
 def _json(storage: Storage, path: str, place: str) -> Any:

@@ -145,8 +145,14 @@ def sound_row(row: Record) -> Record | None:
     """
     if not is_whole(row.get("step")) or row["step"] < 0 or not is_whole(row.get("attempt", 0)):
         return None
-    numbers = (key for key in row if key in NUMBER_KEYS or key.startswith((_EVAL, _TRAIN)))
-    wrong = {key: None for key in numbers if row[key] is not None and not is_number(row[key])}
+    # Numbers first: nearly all are, and a long run has a million rows.
+    wrong: Record = {
+        key: None
+        for key, value in row.items()
+        if not is_number(value)
+        and value is not None
+        and (key in NUMBER_KEYS or key.startswith((_EVAL, _TRAIN)))
+    }
     if not isinstance(row.get("mfu_convention", ""), str):
         wrong["mfu_convention"] = None
     return {**row, **wrong} if wrong else row

@@ -24,6 +24,7 @@ from orchestra.cli.checkpoint.checkpoint_ls_command import (
 from orchestra.cli.text import figures
 from orchestra.errors import EXIT_DONE, EXIT_FAILED, ConfigError
 from orchestra.run.events import EventWriter
+from orchestra.run.permissions import open_to_group
 
 if TYPE_CHECKING:
     from checkpointing.catalog import StoredCheckpoint
@@ -56,6 +57,8 @@ def run(arguments: Namespace) -> int:
     if threads < 1:
         raise ConfigError(f"--threads {threads}: expected 1 or more")
     place = open_place(arguments.run, arguments.dir)
+    # Another of the group's may verify next, and keeps the verdict in the same file.
+    open_to_group(place.config.run.group)
     records = []
     with explained():
         for checkpoint in reversed(chosen_checkpoints(place, arguments.step)):

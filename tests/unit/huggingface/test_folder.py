@@ -232,7 +232,9 @@ def test_overrides_make_the_model_that_the_folder_fits(tmp_path: Path) -> None:
     assert (config.model.name, config.model.max_position_embeddings) == ("my-llama", 99)
 
 
-def test_weights_that_are_gone_or_another_models_are_refused_with_what_helps(folder: Path) -> None:
+def test_weights_that_are_gone_or_another_models_are_refused_with_what_helps(
+    folder: Path, tmp_path: Path
+) -> None:
     config = Config(model=small(init_from=str(folder), hidden_size=96, rope_theta=5e5, init_std=0.5))
     (problem,) = init_from_problems(config)
     assert "model.hidden_size=48 (configured 96)" in problem
@@ -240,5 +242,12 @@ def test_weights_that_are_gone_or_another_models_are_refused_with_what_helps(fol
     fitting = Config(model=small(init_from=str(folder), max_position_embeddings=8192, head_dim=8))
     assert list(init_from_problems(fitting)) == []
     assert list(init_from_problems(Config())) == []
+    run = tmp_path / "runs" / "mine"
+    (run / "checkpoints" / "step-00000010").mkdir(parents=True)
+    (run / "checkpoints" / "step-00000010" / "manifest.json").touch()
+    (run / "config.yaml").touch()
+    for place in (run, run / "checkpoints" / "step-00000010"):
+        (problem,) = init_from_problems(Config(model=ModelConfig(init_from=str(place))))
+        assert f"`orchestra checkpoint export {run} --to FOLDER`" in problem
     (problem,) = init_from_problems(Config(model=ModelConfig(init_from="/nowhere/llama")))
     assert problem.startswith("model.init_from: /nowhere/llama is not there or empty")

@@ -131,6 +131,7 @@ def test_an_id_and_an_estimate_are_read(slurm: FakeSlurm, tmp_path: Path) -> Non
     said = f"sbatch: Job 9 to start at 2026-01-02T03:04:05 {where}"
     slurm.says("sbatch", complains=said)
     assert sbatch.tested("") == sbatch.Estimate("2026-01-02T03:04:05", "node[1-3]")
+    assert sbatch.tested("#!/bin/bash\n#SBATCH --hold\ntrue\n") is None
 
 
 def test_srun_is_asked_about_the_words_that_a_configuration_gives_it(slurm: FakeSlurm) -> None:
