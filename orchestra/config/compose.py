@@ -251,7 +251,10 @@ def put(values: Any, accepted: Iterable[Override]) -> None:
                 values.eval.data = {}
             if override.is_delete():
                 above, _, last = name.rpartition(".")
-                OmegaConf.select(values, above).pop(last, None)
+                section = OmegaConf.select(values, above)
+                if section is None:
+                    raise ConfigError(f"~{name}: there is no {above} to delete it from; leave it out")
+                section.pop(last, None)
             else:
                 OmegaConf.update(values, name, override.value(), merge=True, force_add=True)
     except OmegaConfBaseException as error:

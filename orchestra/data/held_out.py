@@ -109,7 +109,7 @@ def _data(name: Any, entry: Any, of_training: DataConfig, problems: list[str]) -
     blend = _blend(key, entry.get("blend") or [], problems)
     word = entry.get("source", Source.tokens.name if path or blend else None)
     is_plugged, options = isinstance(word, str) and is_plugin(word), entry.get("source_options") or {}
-    if not is_plugged and word not in Source.__members__:
+    if not is_plugged and not (isinstance(word, str) and word in Source.__members__):
         choices = f"{', '.join(Source.__members__)} or package.module:name"
         problems.append(f"{key}.source={word}: expected {choices}; e.g. {_EXAMPLE}")
     elif word != Source.tokens and (path or blend):

@@ -349,9 +349,12 @@ def _unfinished_file(prefix: str) -> Iterator[Path]:
     try:
         yield folder / "tokens"
     except OSError as error:
-        raise DataError(
-            f"{prefix}.bin: cannot be written ({error.strerror or error}); give another --output"
-        ) from error
+        # What goes to a URL is put together here first.
+        where, advice = f"{prefix}.bin", "give another --output"
+        if local is None:
+            where = str(folder / "tokens")
+            advice = f"let TMPDIR name a folder with room for all of {prefix}.bin"
+        raise DataError(f"{where}: cannot be written ({error.strerror or error}); {advice}") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -9,11 +9,13 @@ configuration read the index too.
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import json
 import os
 import re
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -77,11 +79,16 @@ def names_of_parts(parts: Sequence[BlendPart]) -> list[str]:
     """
     paths = [_NO_NAME.split(token_file_prefix(part.path)) for part in parts]
 
+    @functools.cache
+    def ends_of(length: int) -> tuple[list[str], Counter[str]]:
+        ends = ["-".join(path[-length:]) for path in paths]
+        return ends, Counter(ends)
+
     def end(number: int) -> str:
         for length in range(1, len(paths[number]) + 1):
-            ends = ["-".join(path[-length:]) for path in paths]
+            ends, counts = ends_of(length)
             # Of letters that no name has nothing may be left.
-            if ends.count(ends[number]) == 1 and SOURCE_NAME.fullmatch(ends[number]):
+            if counts[ends[number]] == 1 and SOURCE_NAME.fullmatch(ends[number]):
                 return ends[number]
         return str(number)
 
@@ -364,7 +371,9 @@ def remote_blocks(prefix: str) -> tuple[TokenIndex, Iterator[DamagedBlock | None
 
 def _opened(system: Any, path: str, name: str, index: TokenIndex) -> Any:
     try:
-        check_size(int(system.size(path)), index, name)
+        # A web server may not tell it (no Content-Length); a file that is too short breaks off later.
+        if (num_bytes := system.size(path)) is not None:
+            check_size(int(num_bytes), index, name)
         return system.open(path, "rb", block_size=_READ_BYTES)
     except FileNotFoundError as error:
         raise DataError(f"{name}: no such file beside its index; copy it again or pack again") from error

@@ -202,6 +202,7 @@ class Trainer:
         # Who was asked to stop saves first: time may be short.
         is_evaluated = not is_last and self.evaluation is not None and self.evaluation.is_due(step)
         is_logged = is_last or is_evaluated or step % self.config.log_every == 0 or step == self.config.steps
+        is_logged = is_logged or (self.evaluation is not None and self.evaluation.shows_start(step))
         is_saved = self.checkpoints.is_due(step, is_last=is_last, by_clock=self.stopping.is_save_due)
         is_copied = not is_last and self.checkpoints.is_copy_due(step)
         must_read = is_logged or is_saved or is_copied

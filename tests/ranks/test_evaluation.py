@@ -160,6 +160,24 @@ def with_evaluations(config: Config) -> Config:
     return replace(config, eval=evaluation, checkpoint=best, run=RunConfig(metric="eval/held_out/loss"))
 
 
+def test_what_is_measured_before_the_first_step_is_told_before_anything_is_saved(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    # Killed in step 8, after the checkpoint of step 5 and before the row of step 10.
+    config = with_evaluations(attempts.config_of(inject=attempts.kill_all(8)))
+    config = replace(
+        config, train=replace(config.train, log_every=10), eval=replace(config.eval, every_steps=10)
+    )
+    for attempt in (0, 1):
+        ranks(2).run(attempts.attempt_of, path=tmp_path / "run", attempt=attempt, config=config)
+    rows = read_metrics(RunDir(tmp_path / "run"))
+    assert [(row["step"], f"{COLUMN}_at_start" in row) for row in rows] == [
+        (1, True),
+        (10, False),
+        (12, False),
+    ]
+
+
 def test_a_run_that_evaluates_and_resumes_has_the_bits_of_one_that_does_not(
     ranks: Ranks, alone: tuple[Path, list[dict[str, str]]], tmp_path: Path
 ) -> None:

@@ -106,10 +106,10 @@ def store(address: tuple[str, int]) -> None:
             keys = [key for key in ranks.list_keys() if "attempt-" in key]
             attempt = keys[0].partition("/")[0]
             for key in keys:
-                if "/save/" in key:
+                if "/saver/" in key:
                     ranks.set(key, '{"reasons": {}, "bytes": 1}')
             for number in range(40):
-                ranks.set(f"{attempt}/save/{number}/turn/answer", "false")
+                ranks.set(f"{attempt}/saver/1/{number}/turn/answer", "false")
         time.sleep(0.01)
 
 

@@ -60,6 +60,9 @@ def attacker_on(cluster: Site, tmp_path: Path) -> Iterator[Callable[..., Attacke
             attacker = Attacker(cluster, host, tmp_path / f"attacker-{host}", *modules)
             attackers.callback(attacker.process.wait)
             attackers.callback(attacker.process.kill)
+            # It ends with its input: killed is only what entered the host for it.
+            assert attacker.process.stdin is not None
+            attackers.callback(attacker.process.stdin.close)
             return attacker
 
         yield start

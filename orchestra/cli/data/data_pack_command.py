@@ -6,9 +6,10 @@ import dataclasses
 import json
 import os
 import shlex
+import signal
 import sys
 from argparse import ArgumentParser, Namespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from orchestra.errors import EXIT_DONE
 
@@ -57,11 +58,21 @@ def run(arguments: Namespace) -> int:
         num_workers=workers,
     )
     plan = plan_pack(request)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        # A job's time limit, or a terminal that is closed: the draft is as large as the token file. What is
+        # ignored (nohup) stays so.
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _leave)
     if arguments.dry_run:
         _print_plan(plan, as_json=arguments.json)
     else:
         _print_result(_packed(plan), as_json=arguments.json)
     return EXIT_DONE
+
+
+def _leave(number: int, _: object) -> NoReturn:
+    """End as a signal asks, but remove what was begun."""
+    raise SystemExit(128 + number)
 
 
 def _default_workers(tokenizer: str) -> int:

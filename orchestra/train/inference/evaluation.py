@@ -213,6 +213,12 @@ class Evaluation:
         every = self._config.every_steps
         return every is not None and (step % every == 0 or step == self._last_step)
 
+    def shows_start(self, step: int) -> bool:
+        """Whether the row of `step` is written for what was measured before the first one: it is there before
+        anything is saved from which the run could go on without.
+        """
+        return step == 1 and self._config.at_start
+
     def run(
         self, step: int, beat: Callable[[], None], is_stop_due: Callable[[], bool] = lambda: False
     ) -> Evaluated:

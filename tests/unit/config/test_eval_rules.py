@@ -76,6 +76,8 @@ def test_what_is_refused_says_what_to_write(packed: Path) -> None:
     assert "expected stdlib, tokens or package.module:name" in problems(
         *every, "eval.data={wiki:{source:web}}"
     )
+    assert "eval.data.wiki.source={}: expected" in problems(*every, "eval.data={wiki:{source:{}}}")
+    assert "there is no eval.data.wiki to delete it from" in problems(*every, "~eval.data.wiki.path")
     assert "give either path" in problems(*every, "eval.data={wiki:{source:tokens}}")
     assert "expected a section" in problems(*every, "eval.data={wiki:3}")
     assert "give eval.data=" in problems(*every, "eval.data=null")

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support.command_line import CommandLine
+from support.waiting import eventually
 
 from conf.schema import BlendPart, Config, DataConfig, ModelConfig, Source, TrainConfig
 from orchestra.config.compose import compose
@@ -19,6 +23,8 @@ from orchestra.config.rules.place_rules import rule_data_files
 from orchestra.config.sweep import compose_members
 from orchestra.data.source import open_source
 from orchestra.errors import EXIT_FAILED, EXIT_USAGE, ConfigError
+
+_ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture
@@ -178,3 +184,25 @@ def test_rule_compares_the_vocabulary_and_the_length_with_the_files(packed: str)
     (problem,) = problems(packed, seq_len=1001)
     assert "train.seq_len=1001 needs 1002 tokens" in problem
     assert problems(packed, seq_len=1000) == []
+
+
+# Packs, and has all but the last step behind it when it is ended.
+_SLOW_PACK = """
+import time
+from orchestra.cli import main
+from orchestra.data import pack
+pack._publish = lambda *_: time.sleep(60)
+raise SystemExit(main(["data", "pack", "text.txt", "--output", "out/text"]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_packing_that_is_ended_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    (tmp_path / "text.txt").write_text("some words\n")
+    out = tmp_path / "out"
+    environment = {**os.environ, "PYTHONPATH": str(_ROOT)}
+    packing = subprocess.Popen([sys.executable, "-c", _SLOW_PACK], cwd=tmp_path, env=environment)
+    assert eventually(lambda: any(out.glob(".pack-*/tokens")), limit_s=60)
+    packing.send_signal(number)
+    assert packing.wait(60) == 128 + number
+    assert not any(out.iterdir())

@@ -73,7 +73,7 @@ const format = {
   },
   ratio: (value) => (isNumber(value) ? `${value.toFixed(2)} ×` : "–"),
   value: (value) => (value === null || value === undefined ? "null" : String(value)),
-  when: (value) => (isNumber(value) ? new Date(value * 1000).toISOString().replace("T", " ").slice(0, 16) + " UTC" : "–"),
+  when: (value) => (isNumber(value) && Math.abs(value) <= 8.64e12 ? new Date(value * 1000).toISOString().replace("T", " ").slice(0, 16) + " UTC" : "–"),
 };
 
 /** A section of the page with its heading, which names it. */
