@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -9,6 +10,7 @@ import shlex
 import signal
 import sys
 from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, NoReturn
 
 from orchestra.errors import EXIT_DONE
@@ -58,21 +60,33 @@ def run(arguments: Namespace) -> int:
         num_workers=workers,
     )
     plan = plan_pack(request)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        # A job's time limit, or a terminal that is closed: the draft is as large as the token file. What is
-        # ignored (nohup) stays so.
-        if signal.getsignal(number) is signal.SIG_DFL:
-            signal.signal(number, _leave)
     if arguments.dry_run:
         _print_plan(plan, as_json=arguments.json)
-    else:
-        _print_result(_packed(plan), as_json=arguments.json)
+        return EXIT_DONE
+    with _leaving_no_draft():
+        result = _packed(plan)
+    _print_result(result, as_json=arguments.json)
     return EXIT_DONE
 
 
-def _leave(number: int, _: object) -> NoReturn:
-    """End as a signal asks, but remove what was begun."""
-    raise SystemExit(128 + number)
+@contextlib.contextmanager
+def _leaving_no_draft() -> Iterator[None]:
+    """Let a time limit or a closed terminal end a pack as Ctrl-C does: its draft is as large as its tokens.
+    What is ignored (nohup) stays so.
+    """
+
+    def leave(number: int, _: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    taken = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
+    for number in taken:
+        signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _default_workers(tokenizer: str) -> int:
