@@ -161,6 +161,8 @@ def _written(plan: Cancellation, at_once: bool) -> Cancellation:
     are stopped all the same.
     """
     try:
+        if plan.problem is not None:
+            return plan
         if plan.way is Way.request:
             _ask(plan, at_once)
         elif plan.way in (Way.place, Way.queue, Way.kill):
@@ -189,9 +191,12 @@ def _off_the_list(plan: Cancellation) -> Cancellation:
     newest = newest_place(plan.run, array)
     number = 0 if newest is None else newest.number + 1
     is_free = newest is None or newest.goes_on
-    if is_free and take_place(plan.run, array, number, job=None):
-        end_place(plan.run, array, number, goes_on=False)
-        return plan
+    try:
+        if is_free and take_place(plan.run, array, number, job=None):
+            end_place(plan.run, array, number, goes_on=False)
+            return plan
+    except OSError as error:
+        return replace(plan, problem=f"{plan.name} could not be taken off the list of its array: {error}")
     return replace(plan, way=Way.request, state=RunPhase.starting)
 
 

@@ -11,8 +11,11 @@ from support.fake_slurm import FakeSlurm, queue_line
 from support.run_records import led_here, started_elsewhere, submitted
 
 from orchestra.errors import EXIT_USAGE
+from orchestra.run.control.member_places import newest_place
 from orchestra.run.control.stop_requests import read_request, read_requests
 from orchestra.run.paths import RunDir
+from orchestra.run.record import RunPhase
+from orchestra.submit.cancel_jobs import Cancellation, Way, carry_out
 from orchestra.submit.claims import take, take_turn
 
 FIRST, SECOND = RunDir(Path("runs/first")), RunDir(Path("runs/second"))
@@ -131,3 +134,13 @@ def test_the_others_are_asked_where_one_cannot_be(orchestra: CommandLine) -> Non
     assert "second: attempt 0 asked to save and stop" in printed.out
     assert str(FIRST.control) in printed.err
     assert read_request(SECOND, 0) is not None
+
+
+def test_others_leave_their_list_where_one_member_s_place_cannot_be_taken(tmp_path: Path) -> None:
+    runs = [submitted(tmp_path, name, job=None, pack=0) for name in ("000", "001")]
+    runs[0].control.symlink_to("nowhere")
+    plans = [Cancellation(run, run.name, RunPhase.queued, attempt=0, way=Way.place) for run in runs]
+    first, second = carry_out(plans)
+    assert "000 could not be taken off the list" in str(first.problem)
+    assert (second.way, second.problem) == (Way.place, None)
+    assert newest_place(runs[1], 0) is not None
