@@ -188,9 +188,11 @@ def test_rule_compares_the_vocabulary_and_the_length_with_the_files(packed: str)
 
 # Packs, and has all but the last step behind it when it is ended.
 _SLOW_PACK = """
-import time
+import signal, time
 from orchestra.cli import main
 from orchestra.data import pack
+# Under nohup it is ignored, and stays so.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 pack._publish = lambda *_: time.sleep(60)
 raise SystemExit(main(["data", "pack", "text.txt", "--output", "out/text"]))
 """
