@@ -474,7 +474,7 @@ class EvalConfig:
     # alone, which is then called held_out. null or {}: with data.source=stdlib, its files that no run trains
     # on.
     data: dict[str, Any] | None = field(default_factory=dict)
-    # Before a run's first step too: columns eval/NAME/loss_at_start of its first row.
+    # Before a run's first step too: columns eval/NAME/loss_at_start of the row of step 1, written then.
     at_start: bool = False
 
 

@@ -204,7 +204,11 @@ def test_packing_that_is_ended_leaves_nothing(tmp_path: Path, number: signal.Sig
     out = tmp_path / "out"
     environment = {**os.environ, "PYTHONPATH": str(_ROOT)}
     packing = subprocess.Popen([sys.executable, "-c", _SLOW_PACK], cwd=tmp_path, env=environment)
-    assert eventually(lambda: any(out.glob(".pack-*/tokens")), limit_s=60)
-    packing.send_signal(number)
-    assert packing.wait(60) == 128 + number
+    try:
+        assert eventually(lambda: any(out.glob(".pack-*/tokens")), limit_s=60)
+        packing.send_signal(number)
+        assert packing.wait(60) == 128 + number
+    finally:
+        packing.kill()
+        packing.wait()
     assert not any(out.iterdir())
