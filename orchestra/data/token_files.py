@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import re
+import resource
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -39,6 +40,10 @@ TOKENS_FACT = "data.tokens"
 # What a source has as its name, and what no such name holds.
 SOURCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 NAMES_OF_SOURCES = "a name has up to 64 letters, digits, dots, dashes and underscores"
+# What a web server answers where there is no such file.
+_NOT_FOUND = 404
+# Of more parts than these allow no blend was heard of.
+_OPEN_FILES = 1 << 20
 _NO_NAME = re.compile(r"[^A-Za-z0-9_.-]+")
 
 
@@ -102,6 +107,16 @@ def local_prefix(prefix: str) -> str | None:
     elif "://" in prefix:
         return None
     return str(Path(prefix).expanduser())
+
+
+def allow_many_files() -> None:
+    """Raise the limit of open files as far as this process may: each part of a blend keeps two, and 1,024 is
+    what most systems begin with.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def dtype_for(vocab_size: int) -> str:
@@ -376,6 +391,11 @@ def _opened(system: Any, path: str, name: str, index: TokenIndex) -> Any:
             check_size(int(num_bytes), index, name)
         return system.open(path, "rb", block_size=_READ_BYTES)
     except FileNotFoundError as error:
+        # What a web server refuses or never answers comes as this error too; the cause tells it.
+        cause = error.__cause__
+        is_silent = isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError)
+        if is_silent or getattr(cause, "status", _NOT_FOUND) != _NOT_FOUND:
+            raise DataError(f"{name}: cannot be read ({type(cause).__name__}: {cause})") from error
         raise DataError(f"{name}: no such file beside its index; copy it again or pack again") from error
 
 

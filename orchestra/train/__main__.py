@@ -10,12 +10,12 @@ import argparse
 import ctypes
 import faulthandler
 import os
-import resource
 import signal
 import sys
 from pathlib import Path
 from typing import NoReturn
 
+from orchestra.data.token_files import allow_many_files
 from orchestra.errors import EXIT_DONE, EXIT_STOPPED
 from orchestra.run.heartbeat import open_heart
 from orchestra.run.paths import RunDir
@@ -24,8 +24,6 @@ from orchestra.run.rank_cores import take_own_cores
 _PR_SET_PDEATHSIG = 1
 # The parent's process id: torchrun, or the process that this one was forked from (launchers/processes.py).
 _PARENT_VARIABLE = "LAUNCHERS_PARENT_PID"
-# Of more parts than these allow no blend was heard of.
-_OPEN_FILES = 1 << 20
 
 
 def die_with_parent() -> None:
@@ -43,16 +41,6 @@ def ignore_scheduler_signals() -> None:
     """Ignore USR1 and USR2: Slurm's warning reaches every process of a job and kills without a handler."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-
-
-def allow_many_files() -> None:
-    """Raise the limit of open files as far as this process may: each part of a blend keeps two, and 1,024 is
-    what most systems begin with.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def redirect_output(path: Path) -> None:

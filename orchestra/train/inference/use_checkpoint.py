@@ -24,6 +24,7 @@ from checkpointing.manifest import Manifest
 from checkpointing.storage import Storage, open_storage
 from conf.schema import Config, Device, PrecisionConfig, PrecisionName
 from orchestra.data.held_out import held_out_data
+from orchestra.data.token_files import allow_many_files
 from orchestra.errors import EXIT_DONE, EXIT_FAILED, DataError, OrchestraError
 from orchestra.model.transformer import Transformer
 from orchestra.parallel.expert_balance import mixtures_of
@@ -134,6 +135,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def main() -> int:
+    allow_many_files()
     try:
         sys.stdout.write(f"{json.dumps(answer(json.load(sys.stdin)))}\n")
         return EXIT_DONE

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import re
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -196,6 +200,35 @@ def test_damaged_or_missing_remote_file_is_named_with_the_offset_and_leaves_no_c
         open_tokens(remote, str(tmp_path))
     with pytest.raises(DataError, match=r"memory://data/nowhere\.json: no such file"):
         open_tokens("memory://data/nowhere", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"), [(404, "no such file beside its index"), (403, "403"), (503, "503")]
+)
+def test_what_a_web_server_refuses_is_told_as_it_says(
+    write_tokens: WriteTokens, tmp_path: Path, answer: int, words: str
+) -> None:
+    prefix = write_tokens("corpus", np.arange(100, dtype=np.uint16) % 257)
+
+    class Refusing(SimpleHTTPRequestHandler):
+        def send_head(self) -> Any:
+            if self.path.endswith(".bin"):
+                self.send_error(answer)
+                return None
+            return super().send_head()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    handler = functools.partial(Refusing, directory=str(Path(prefix).parent))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}/corpus"
+        try:
+            with pytest.raises(DataError, match=re.escape(f"{url}.bin") + f".*{words}"):
+                open_tokens(url, str(tmp_path / "cache"))
+        finally:
+            server.shutdown()
 
 
 def test_unknown_protocol_and_a_cache_that_cannot_be_written_are_explained(

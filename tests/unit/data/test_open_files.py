@@ -7,7 +7,7 @@ import sys
 
 _CODE = """
 import resource
-from orchestra.train.__main__ import allow_many_files
+from orchestra.data.token_files import allow_many_files
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
 allow_many_files()
