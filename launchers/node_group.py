@@ -11,6 +11,7 @@ orders/0002.json       what all are to do next, numbered without gaps; taken by 
 orders/0002.broken     left by the first agent that saw that order broken
 end-0002-003.json      how node 3's part of order 2 ended
 secret                 what only this job's processes know: who does not is none of them
+room-003-0             zeros, which make room for a report and an order where the disk is full later
 
 The leader, who writes the orders, is the lowest node whose beat moves. Two agents may believe for a moment
 that they lead: an order number is taken once, and what a leader needs is in these files, so that any agent
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import math
 import os
@@ -52,6 +54,10 @@ _LEAST_STALL_S = 120.0
 # its own thread that beats, which storage may hold.
 _LAST_BEAT = "stepdown"
 _LAST_BEAT_S = 5.0
+# A full disk still takes what is written over bytes that lie there: an agent keeps so many files of this size
+# for its next report and order, whose drafts need neither blocks nor inodes then.
+_NUM_ROOMS, _ROOM_BYTES = 2, 1 << 14
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 # What storage that fails over may take beyond that: the ranks may train on meanwhile.
 _STORAGE_S = 900.0
 
@@ -151,6 +157,7 @@ class NodeGroup:
             self._write(self._member_file(self.node), dataclasses.asdict(self.member))
         except OSError as error:
             raise LauncherError(f"cannot write into {self.folder}: {error.strerror}") from error
+        self._keep_room()
         self._beats = threading.Thread(target=self._keep_beating, name="beat", daemon=True)
         self._beats.start()
         return self.member
@@ -202,7 +209,7 @@ class NodeGroup:
             self._deaf.close()
         if self._has_stepped_down:
             return
-        for file in (self._member_file(self.node), self._beat_file(self.node)):
+        for file in (self._member_file(self.node), self._beat_file(self.node), *self._rooms()):
             with contextlib.suppress(OSError):
                 file.unlink()
 
@@ -340,9 +347,8 @@ class NodeGroup:
     def publish(self, order: Order) -> bool:
         """Give an order; return False where another agent took its number before. Raises OSError."""
         place = self._orders / f"{order.number:04d}.json"
-        draft = self._orders / f".{place.name}.{secrets.token_hex(4)}"
+        draft = self._draft(place, dataclasses.asdict(order), is_needed=True)
         try:
-            _write_durably(draft, dataclasses.asdict(order))
             # Exclusive creation of the whole content at once, on every file system that clusters share.
             os.link(draft, place)
         except FileExistsError:
@@ -374,7 +380,7 @@ class NodeGroup:
 
     def report(self, number: int, record: Mapping[str, Any]) -> None:
         """Say how this node's part of an order ended. Raises OSError."""
-        self._write(self._end_file(number, self.node), record)
+        self._write(self._end_file(number, self.node), record, is_needed=True)
 
     def reports(self, number: int, nodes: Iterable[int]) -> dict[int, dict[str, Any]]:
         """Return what the named nodes said about the end of their part, of those that did."""
@@ -398,23 +404,64 @@ class NodeGroup:
     def _end_file(self, number: int, node: int) -> Path:
         return self.folder / f"end-{number:04d}-{node:03d}.json"
 
-    @staticmethod
-    def _write(place: Path, record: Mapping[str, Any]) -> None:
-        draft = place.with_name(f".{place.name}.{secrets.token_hex(4)}")
+    def _rooms(self) -> list[Path]:
+        return [self.folder / f"room-{self.node:03d}-{number}" for number in range(_NUM_ROOMS)]
+
+    def _keep_room(self) -> None:
+        """Keep room for what is to be written when the disk is full; where it is already, do without."""
+        with contextlib.suppress(OSError):
+            for room in self._rooms():
+                if not room.exists():
+                    _write_durably(room, "0" * _ROOM_BYTES)
+
+    def _write(self, place: Path, record: Mapping[str, Any], *, is_needed: bool = False) -> None:
+        draft = self._draft(place, record, is_needed=is_needed)
         try:
-            _write_durably(draft, record)
             draft.replace(place)
         finally:
             draft.unlink(missing_ok=True)
+
+    def _draft(self, place: Path, record: Mapping[str, Any], *, is_needed: bool) -> Path:
+        """Write what is to stand at `place` into another file; what `is_needed` on a full disk into one that
+        was kept for that. Raises OSError.
+        """
+        draft = place.with_name(f".{place.name}.{secrets.token_hex(4)}")
+        text = json.dumps(record) + "\n"
+        try:
+            _write_durably(draft, text)
+        except OSError as error:
+            draft.unlink(missing_ok=True)
+            # Whoever reads it knows no draft.
+            error.filename = str(place)
+            # One that has two names was given as an order by an agent that died before it took this one back.
+            rooms = (room for room in self._rooms() if room.exists() and room.stat().st_nlink == 1)
+            room = next(rooms, None)
+            is_full = error.errno in _FULL and is_needed
+            if not is_full or room is None or len(text.encode()) > _ROOM_BYTES:
+                raise
+            _write_over(room, text)
+            return room
+        if is_needed:
+            self._keep_room()
+        return draft
 
 
 def _counted(count: int) -> str:
     return f"{count:08d}"
 
 
-def _write_durably(place: Path, record: Mapping[str, Any]) -> None:
+def _write_durably(place: Path, text: str) -> None:
     with place.open("w") as file:
-        file.write(json.dumps(record) + "\n")
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_over(place: Path, text: str) -> None:
+    """Let a file hold this text, which is no longer than what it holds."""
+    with place.open("r+") as file:
+        file.write(text)
+        file.truncate()
         file.flush()
         os.fsync(file.fileno())
 

@@ -574,9 +574,13 @@ def is_fenced(record: AttemptRecord) -> bool:
 
 
 def as_stopped(verdict: Verdict, requests: list[StopRequest]) -> Verdict:
-    """Return the verdict by which a run goes on that was warned, and then failed while it saved."""
+    """Return the verdict by which a run goes on that was warned, and then failed while it saved.
+
+    One that says that starting again would not help stays.
+    """
     reasons = {request.reason for request in requests}
     is_warned = stop_requests.TIME_LIMIT in reasons and stop_requests.CANCEL not in reasons
+    is_warned &= verdict.code != EXIT_DO_NOT_RESTART
     return Verdict(EXIT_STOPPED, verdict.cause, verdict.message, step=verdict.step) if is_warned else verdict
 
 

@@ -32,7 +32,7 @@ from orchestra.recovery.incidents import Verdict
 from orchestra.recovery.policy import Action, Decision
 from orchestra.run.control import stop_requests
 from orchestra.run.events import EventWriter, read_events
-from orchestra.run.files import Record
+from orchestra.run.files import Record, read_json_lines
 from orchestra.submit.claims import upcoming_attempt
 
 # From the start of the first node's task to the last one's: images are pulled, Python is loaded by many.
@@ -287,4 +287,9 @@ def called_off(context: AgentContext) -> tuple[int, str]:
         )
     finally:
         events.close()
-    return EXIT_STOPPED, f"{words}: {outcome}" if outcome else words
+    words = f"{words}: {outcome}" if outcome else words
+    written = read_json_lines(context.run.event_file(name))
+    if not any(event.get("event") in ("requeued", "cancelled") for event in written):
+        # Else the run would be told as it stood before, and the job as failed.
+        start_failed(context, EXIT_STOPPED, words)
+    return EXIT_STOPPED, words

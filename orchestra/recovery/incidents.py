@@ -266,6 +266,9 @@ def _with_cause(code: int, end: Record, attempt: Attempt) -> Verdict:
     failure = None
     if code not in _ENDS_IN_GOOD_ORDER:
         failure = _seen_from_outside(attempt) or first_failure(attempt)
+        if failure is not None and failure.get("code") in _ENDS_IN_GOOD_ORDER:
+            # Its ranks stopped as they were asked to: what is wrong the leader alone knows.
+            failure = None
     source = failure or end
     return Verdict(
         code=code,

@@ -521,7 +521,7 @@ def read_ending(
     if _is_cancelled(record, events, None if attempt is None else attempt.number):
         return RunPhase.cancelled, None
     if (failure := start_failure(run, events, record)) is not None:
-        return RunPhase.failed, failure
+        return failure.state, failure
     if attempt is None:
         if _may_still_start(record):
             return RunPhase.not_started, None

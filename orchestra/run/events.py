@@ -23,6 +23,7 @@ from orchestra.run.files import (
     Record,
     as_name,
     from_name,
+    make_named,
     read_json_lines,
 )
 from orchestra.run.paths import RunDir
@@ -72,7 +73,7 @@ class EventWriter:
             name = as_name(needed, texts, LONGEST_NAME - len(_NO_ROOM))
             if error.errno not in FULL or name is None:
                 raise
-            (self._folder / f"{name}{_NO_ROOM}").touch()
+            make_named(self._folder / f"{name}{_NO_ROOM}", self._file.path)
 
     def _record(self, event: str, evidence: Record) -> Record:
         stamp = {"time": time.time(), "attempt": self._attempt, "event": event}

@@ -62,6 +62,21 @@ def as_name(needed: Record, texts: dict[str, str], most: int) -> str | None:
     return named(kept)
 
 
+def make_named(path: Path, other: Path) -> None:
+    """Make a file of which the name alone counts. Where the disk takes no new file either, as when all of a
+    quota of files is used, it is one more name of `other`, a file in the same folder. Raises OSError.
+    """
+    try:
+        path.touch()
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        try:
+            os.link(other, path)
+        except OSError:
+            raise error from None
+
+
 def from_name(name: str) -> Record:
     """Return the record that such a name holds; an empty one where it holds none."""
     try:
@@ -150,6 +165,10 @@ class JsonLinesWriter:
         self._kept: deque[Record] = deque(maxlen=MOST_KEPT)
         # Two threads at once would be fine, were it not for the part of a record that is taken back.
         self._lock = threading.Lock()
+
+    @property
+    def path(self) -> Path:
+        return self._path
 
     def write(self, record: Record) -> None:
         """Append one record. Floats keep full precision (`repr`); non-finite ones become null."""

@@ -9,21 +9,23 @@ import enum
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from launchers import LauncherError, SlurmRefused
 from launchers.slurm import sbatch
 from launchers.slurm.queue import GONE, RUNNING, UNKNOWN, find_by_token
-from orchestra.errors import OrchestraError
+from orchestra.errors import ConfigError, OrchestraError
 from orchestra.recovery.history import last_attempt
 from orchestra.report.run_state import RunState, read_state
 from orchestra.report.scheduler import with_scheduler
+from orchestra.run.config_file import read_config
 from orchestra.run.control import stop_requests
 from orchestra.run.control.chosen_alternative import NONE, choose_alternative
 from orchestra.run.control.member_places import end_place, newest_place, take_place
 from orchestra.run.control.stop_requests import StopRequest, user_name
 from orchestra.run.events import EventWriter, is_whole, read_events
 from orchestra.run.paths import RunDir, SweepDir, read_sweep
-from orchestra.run.record import RunPhase, newest_job, read_record
+from orchestra.run.record import RunPhase, jobs_of, newest_job, read_record
 from orchestra.submit.claims import upcoming_attempt
 from orchestra.submit.resume_run import is_being_submitted, pending_attempt
 
@@ -91,6 +93,12 @@ def _planned(run: RunDir, own: RunState, state: RunState, now: float, at_once: b
     token = None if own.submitted is None else own.submitted.token
     user = None if own.submitted is None else own.submitted.user
     plan = Cancellation(run, state.name, state.state, job=state.job, token=token, user=user)
+    if (original := _copied_from(run, token)) is not None and state.state.goes_on:
+        problem = (
+            f"{state.name} is a copy of {original.path}, and job {state.job or '?'} is that run's: "
+            f"`orchestra cancel {original.path}` stops it"
+        )
+        return replace(plan, attempt=upcoming_attempt(run), problem=problem)
     is_shared = own.submitted is not None and own.submitted.is_shared
     if own.submitted is not None and own.submitted.alternatives:
         jobs = (own.submitted, *own.submitted.alternatives)
@@ -126,6 +134,21 @@ def _planned(run: RunDir, own: RunState, state: RunState, now: float, at_once: b
     unreached = state.job_state == UNKNOWN and own.state.is_before_start
     # What has not begun may still wait for a job: with no answer, that is tried as well.
     return replace(plan, earlier=earlier, is_unreached=unreached)
+
+
+def _copied_from(run: RunDir, token: str | None) -> RunDir | None:
+    """Return the run whose job, known by `token`, a copy of its directory names as well; None where this is
+    no copy: a run that was merely renamed or moved lies in one place.
+    """
+    try:
+        frozen = read_config(run.config).run
+    except (OSError, ConfigError):
+        return None
+    if token is None or frozen.name is None:
+        return None
+    original = RunDir(Path(frozen.dir) / frozen.name)
+    is_its = any(entry.get("token") == token for entry in jobs_of(read_record(original)))
+    return original if is_its and not original.path.samefile(run.path) else None
 
 
 def carry_out(plans: Sequence[Cancellation], *, at_once: bool = False) -> list[Cancellation]:

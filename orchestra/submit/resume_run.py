@@ -27,7 +27,9 @@ from checkpointing.storage import open_storage
 from conf.schema import Config
 from launchers import LauncherError, processes
 from orchestra.config.compose import changed_config
+from orchestra.config.keys import shown
 from orchestra.config.machine import Situation
+from orchestra.config.plugin_facts import plugin_facts
 from orchestra.errors import ConfigError, LaunchError
 from orchestra.recovery.history import last_attempt
 from orchestra.report.run_state import RunState, job_of_record, name_of, read_ending, read_state
@@ -135,6 +137,9 @@ def plan_resume(
     is_finished = state is RunPhase.finished and config.train.steps <= before.train.steps
     if not is_finished:
         _refuse_impossible(run, config, step, is_finished_before=state is RunPhase.finished)
+        _refuse_left_behind(run, before, lineage_of(events))
+        if step is not None:
+            _refuse_other_state(before, config)
         if step is not None and config.checkpoint.dir != before.checkpoint.dir:
             _refuse_empty_place(run, before, config, step, lineage_of(events))
         if config.checkpoint.fallback_dir != before.checkpoint.fallback_dir:
@@ -246,6 +251,22 @@ def _refuse_impossible(run: RunDir, config: Config, step: int | None, *, is_fini
         )
 
 
+def _refuse_other_state(before: Config, config: Config) -> None:
+    """Ask a plugged optimizer whose options change what state it keeps with them: ranks cannot restore more
+    or less of it than the checkpoints hold.
+    """
+    if before.optim.target is None or before.optim.options == config.optim.options:
+        return
+    was, becomes = (plugin_facts(each).state_bytes for each in (before, config))
+    if was is not None and becomes is not None and was != becomes:
+        options, kept = shown(config.optim.options), shown(before.optim.options)
+        raise ConfigError(
+            f"optim.options={options}: {config.optim.target} keeps {becomes:g} bytes of state for each "
+            f"parameter with them, and {was:g} with optim.options={kept}, of which the checkpoints are; "
+            "leave those that decide on its state as they are, or begin a new run"
+        )
+
+
 def _refuse_empty_place(run: RunDir, before: Config, config: Config, step: int, lineage: Lineage) -> None:
     """Look into a new checkpoint.dir before it is frozen: a run that goes on needs its checkpoints there."""
     old, new = (each.checkpoint.dir or str(run.checkpoints) for each in (before, config))
@@ -263,6 +284,27 @@ def _refuse_empty_place(run: RunDir, before: Config, config: Config, step: int, 
             f"train.steps={config.train.steps} ends before step {newest}, which checkpoint.dir={new} holds; "
             f"use more than {newest}"
         )
+
+
+def _refuse_left_behind(run: RunDir, before: Config, lineage: Lineage) -> None:
+    """Look whether the newest checkpoint lies where the run's folder was, which was renamed while it trained:
+    its ranks went on saving there.
+    """
+    if before.checkpoint.dir is not None or before.run.name is None:
+        return
+    old = RunDir(Path(before.run.dir) / before.run.name)
+    if not old.checkpoints.is_dir() or old.has_records():
+        return
+    # What cannot be looked into is left to the ranks, which wait for it.
+    with contextlib.suppress(CheckpointError):
+        there = committed_steps(open_storage(str(old.checkpoints)), lineage)
+        here = max(_steps_in(run, before, lineage), default=0)
+        if there and there[-1] > here:
+            raise ConfigError(
+                f"step {there[-1]}, the newest checkpoint of {name_of(run)}, lies in {old.checkpoints}: the "
+                f"run was renamed to {run.path} while it trained, and that folder has step {here}; move what "
+                f"is in {old.checkpoints} to {run.checkpoints} first, or remove it to go on from step {here}"
+            )
 
 
 def _refuse_lost_fallback(run: RunDir, before: Config, config: Config, lineage: Lineage) -> None:

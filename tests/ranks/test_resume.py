@@ -27,7 +27,7 @@ from small_trainings import SEQUENCE
 
 from checkpointing import catalog
 from checkpointing.storage import open_storage
-from conf.schema import ClusterConfig, FaultPhase, Restore
+from conf.schema import ClusterConfig, FaultPhase, PipelineSchedule, Restore
 from orchestra.agents.choose_nodes import shrunk
 from orchestra.data.order import read_ledger
 from orchestra.run.paths import RunDir
@@ -159,6 +159,18 @@ def test_a_run_whose_experts_are_shared_out_shrinks_to_nodes_that_still_share_th
     losses, expected = ([row["loss"] for row in rows(path)] for path in (broken, whole))
     assert losses[:EVERY] == expected[:EVERY]
     assert losses == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_spike_on_a_rank_with_several_stages_is_one(ranks: Ranks, tmp_path: Path) -> None:
+    """The rank that has the last stage passes all gradients on: each is as much larger as the loss."""
+    norms = []
+    for name, inject in (("without", []), ("with", [{"at_step": 2, "rank": 1, "fault": "spike"}])):
+        config = with_steps(config_of(inject=inject, pp=2, schedule=PipelineSchedule.interleaved), 2)
+        config = replace(config, parallelism=replace(config.parallelism, virtual_stages=2))
+        config = replace(config, model=replace(config.model, num_hidden_layers=4))
+        ranks(2).run(attempt_of, path=tmp_path / name, attempt=0, config=config)
+        norms.append(rows(tmp_path / name)[1]["grad_norm"])
+    assert norms[1] == pytest.approx(norms[0] * 1e4, rel=1e-3)
 
 
 def test_saving_in_the_background_changes_no_bit_of_the_run(ranks: Ranks, tmp_path: Path) -> None:

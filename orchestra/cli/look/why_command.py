@@ -127,7 +127,7 @@ def _of_run(state: RunState, arguments: Namespace) -> list[str]:
     ]
     if not began:
         return [*_without_verdict(run, state), *before, *_how_to_go_on(run, state, verdict, events)]
-    if verdict is None or attempt is None or state.state not in (RunPhase.failed, verdict.state):
+    if verdict is None or attempt is None or state.state is not verdict.state:
         return [*_without_verdict(run, state), *before, *_how_to_go_on(run, state, None, events)]
     if verdict.state is RunPhase.failed:
         head = f"{state.name}: failed with exit code {verdict.code}, attempt {attempt}"

@@ -219,7 +219,9 @@ class Pipeline:
         is_split: bool,
     ) -> Tensor:
         """Take a micro-batch back through a stage; return its loss, 0 where that is not the last one."""
-        kept, later, factor = self._kept.pop(place), self._stage.gradients.later, hooks.loss_factor()
+        kept, later = self._kept.pop(place), self._stage.gradients.later
+        # Once for each rank: what its last stage passes back to another of its own is multiplied already.
+        factor = hooks.loss_factor() if place[0] == max(self._stages) else 1.0
         loss = torch.zeros((), device=self._device)
         gradient: Tensor | None = None
         later.is_open = is_split

@@ -19,7 +19,7 @@ from typing import Any
 
 from orchestra.run.control.request_files import EMPTY, read_request_files, write_request_file
 from orchestra.run.events import is_number, is_whole
-from orchestra.run.files import FULL, LONGEST_NAME, as_name, names_in
+from orchestra.run.files import FULL, LONGEST_NAME, as_name, make_named, names_in
 from orchestra.run.paths import RunDir
 
 # Reasons other than a signal's ("signal SIGTERM").
@@ -77,7 +77,7 @@ def write_request(run: RunDir, attempt: int, reason: str, *, at_once: bool = Fal
         name = as_name(needed, texts, LONGEST_NAME - prefix)
         if error.errno not in FULL or name is None:
             raise
-        run.stop_request(attempt, f"{name}{EMPTY}").touch()
+        make_named(run.stop_request(attempt, f"{name}{EMPTY}"), run.claim(attempt))
     return request
 
 

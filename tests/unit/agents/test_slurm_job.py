@@ -20,10 +20,10 @@ from launchers.slurm import this_job
 from launchers.slurm.this_job import JobSignals, JobTask, OwnJob, parsed
 from orchestra.agents import slurm_job
 from orchestra.agents.context import END, AgentContext
-from orchestra.agents.leader import Leader
+from orchestra.agents.leader import Leader, as_stopped
 from orchestra.agents.slurm_job import GoOnBy, RunContinuation, SlurmJob, StopFacts, continuation, is_stalled
 from orchestra.agents.wait_for_nodes import called_off
-from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_STOPPED, LaunchError
+from orchestra.errors import EXIT_DO_NOT_RESTART, EXIT_FAILED, EXIT_STOPPED, LaunchError
 from orchestra.recovery.excluded_hosts import ExcludeList, Listed
 from orchestra.recovery.incidents import Verdict
 from orchestra.recovery.policy import Action, Decision
@@ -292,6 +292,13 @@ def test_no_progress_becomes_the_verdict(run: RunDir, slurm: Slurm) -> None:
     assert "cluster.time_limit" in verdict.message
 
 
+def test_a_warning_before_the_limit_takes_no_progress_not_back(run: RunDir, slurm: Slurm) -> None:
+    request = stop_requests.new_request(1, stop_requests.TIME_LIMIT)
+    stalled = replace(STOPPED, code=EXIT_DO_NOT_RESTART, cause="no progress")
+    assert as_stopped(stalled, [request]) == stalled
+    assert as_stopped(replace(STOPPED, code=EXIT_FAILED), [request]).code == EXIT_STOPPED
+
+
 def test_failures_and_cancelled_runs_ask_nothing_of_slurm(run: RunDir, slurm: Slurm) -> None:
     going = going_on(run)
     for code in (0, 1, 93, 130):
@@ -333,6 +340,8 @@ def test_sigterm_ends_it_unless_it_means_a_preemption(run: RunDir, slurm: Slurm,
     code, said = called_off(warned(run, signals, signal.SIGTERM))
     assert (code, requeued(run)) == (EXIT_STOPPED, [])
     assert "signal SIGTERM" in said
+    (told,) = [event for event in read_events(run) if event["event"] == "start_failed"]
+    assert (told["job"], told["code"], told["cause"]) == (TASK.job, EXIT_STOPPED, said)
     slurm.has_job("12", PreemptTime="2026-01-01T00:00:00")
     called_off(warned(run, signals, signal.SIGTERM))
     assert [event["reason"] for event in requeued(run)] == ["preempted"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -233,3 +234,29 @@ def test_a_folder_that_cannot_be_made_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(LauncherError, match="cannot make"):
         NodeGroup(tmp_path / "file" / "group", 0, 1, TIMEOUT_S)
+
+
+def test_a_full_disk_takes_a_report_and_an_order_in_the_room_kept_for_them(
+    joined: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = joined(0)
+    real = node_group._write_durably
+
+    def full(place: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(place))
+
+    monkeypatch.setattr(node_group, "_write_durably", full)
+    group.report(0, {"code": 0})
+    assert group.publish(Order(1, "end", facts={"code": 0}))
+    assert group.reports(0, [0]) == {0: {"code": 0}}
+    order = group.newest_order()
+    assert order is not None
+    assert order.facts == {"code": 0}
+    with pytest.raises(OSError, match=r"end-0001-000\.json"):
+        group.report(1, {"code": 0})
+    monkeypatch.setattr(node_group, "_write_durably", real)
+    # Room that comes back is kept again.
+    group.report(1, {"code": 0})
+    monkeypatch.setattr(node_group, "_write_durably", full)
+    group.report(2, {"code": 75})
+    assert group.reports(2, [0]) == {0: {"code": 75}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestra.run.control import stop_requests
+from orchestra.run.control import request_files, stop_requests
 from orchestra.run.control.stop_requests import read_request, read_requests, write_request
 from orchestra.run.paths import RunDir
 
@@ -70,6 +71,25 @@ def test_a_full_disk_takes_a_request_as_the_name_of_an_empty_file(run: RunDir) -
         assert (read_requests(run, 2), stop_requests.requested_attempt(run)) == ([], 3)
     finally:
         subprocess.run(["umount", "--lazy", str(run.path)], check=True)
+
+
+def test_a_disk_that_takes_no_new_file_takes_a_request_as_one_more_name_of_the_claim(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when all of a quota of files is used. tmpfs counts names too, and would not show it."""
+    run.control.mkdir()
+    run.claim(3).touch()
+
+    def full(path: Path, *_: object, **__: object) -> None:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded", str(path))
+
+    monkeypatch.setattr(request_files, "write_atomically", full)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "touch", full)
+        asked = write_request(run, 3, stop_requests.TIME_LIMIT)
+        with pytest.raises(OSError, match="Disk quota exceeded"):
+            write_request(run, 4, stop_requests.TIME_LIMIT)
+    assert read_requests(run, 3) == [asked]
 
 
 def test_a_run_directory_that_is_gone_takes_no_request(run: RunDir) -> None:

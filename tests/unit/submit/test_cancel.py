@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,9 @@ from support.command_line import CommandLine
 from support.fake_slurm import FakeSlurm, queue_line
 from support.run_records import led_here, started_elsewhere, submitted
 
+from conf.schema import Config, RunConfig
 from orchestra.errors import EXIT_USAGE
+from orchestra.run.config_file import write_config
 from orchestra.run.control.member_places import newest_place
 from orchestra.run.control.stop_requests import read_request, read_requests
 from orchestra.run.paths import RunDir
@@ -92,6 +96,24 @@ def test_a_job_that_slurm_does_not_let_this_user_cancel_is_told_as_such(
     assert "Slurm leaves job 7 in the queue" in told
     assert "Access/permission denied" in told
     assert read_request(run, 0) is not None
+
+
+def test_a_copy_of_a_run_takes_no_job_of_the_original_and_a_renamed_run_its_own(
+    orchestra: CommandLine, fake_slurm: FakeSlurm
+) -> None:
+    run = submitted(Path.cwd(), "one")
+    write_config(run.config, replace(Config(), run=RunConfig("one", str(Path.cwd() / "runs"))))
+    fake_slurm.says("squeue", prints=queue_line("7", "PENDING", "one"))
+    fake_slurm.put("scancel", f": > {fake_slurm.folder}/squeue.out")
+    shutil.copytree(run.path, run.path.with_name("copy"))
+    told = orchestra("cancel", "copy", code=1).err
+    assert f"copy is a copy of {run.path}, and job 7 is that run's" in told
+    assert f"`orchestra cancel {run.path}`" in told
+    assert fake_slurm.calls("scancel") == []
+    assert read_requests(run, 0) == read_requests(RunDir(run.path.with_name("copy")), 0) == []
+    run.path.rename(run.path.with_name("renamed"))
+    orchestra("cancel", "renamed")
+    assert [call.split()[-1] for call in fake_slurm.calls("scancel")] == ["7"]
 
 
 def test_now_ends_a_job_that_is_suspended_by_slurm(orchestra: CommandLine, fake_slurm: FakeSlurm) -> None:

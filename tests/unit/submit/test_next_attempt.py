@@ -127,6 +127,18 @@ def _put_checkpoint(folder: Path, step: int) -> None:
     (checkpoint / "manifest.json").write_text("{}")
 
 
+def test_options_with_which_an_optimizer_keeps_other_state_are_refused(tmp_path: Path) -> None:
+    sgd = ("optim.target=torch.optim:SGD", "optim.options.momentum=0")
+    config = replace(compose((*OVERRIDES, *sgd), CPU).config, run=RunConfig("sgd", str(tmp_path)))
+    request = RunRequest(config, signature(config), OVERRIDES)
+    run = prepare(request, planned_run(request, 0.0))
+    led_here(run, 0, ended=1)
+    EventWriter(run, rank_writer(0, 0), 0, rank=0).write("checkpoint_committed", step=20)
+    said = refused(run, "optim.options.momentum=0.9")
+    assert said.startswith("optim.options={momentum:0.9}: torch.optim:SGD keeps 4 bytes of state")
+    assert planned(run, "optim.options.dampening=0.1").checkpoint_step == 20
+
+
 def test_a_new_place_is_refused_without_checkpoints_and_with_later_ones_than_asked_for(
     run: RunDir, tmp_path: Path
 ) -> None:
@@ -158,6 +170,21 @@ def test_a_run_may_not_lose_the_fallback_that_holds_its_newest_checkpoint(
     assert planned(run, "train.steps=70").config.checkpoint.fallback_dir == saved.fallback_dir
     _put_checkpoint(run.checkpoints, 20)
     assert planned(run, f"checkpoint.fallback_dir={tmp_path / 'third'}").checkpoint_step == 20
+
+
+def test_a_run_that_was_renamed_while_it_trained_is_not_resumed_beside_what_it_saved_since(
+    run: RunDir,
+) -> None:
+    _put_checkpoint(run.checkpoints, 10)
+    renamed = RunDir(run.path.rename(run.path.with_name("renamed")))
+    assert planned(renamed).checkpoint_step == 20
+    # The ranks made the folder of the older name again.
+    _put_checkpoint(run.checkpoints, 20)
+    text = refused(renamed)
+    assert f"step 20, the newest checkpoint of renamed, lies in {run.checkpoints}" in text
+    assert f"move what is in {run.checkpoints} to {renamed.checkpoints} first" in text
+    _put_checkpoint(renamed.checkpoints, 20)
+    assert planned(renamed).checkpoint_step == 20
 
 
 def _let_claim_die(run: RunDir) -> None:
