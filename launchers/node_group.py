@@ -11,6 +11,7 @@ orders/0002.json       what all are to do next, numbered without gaps; taken by 
 orders/0002.broken     left by the first agent that saw that order broken
 end-0002-003.json      how node 3's part of order 2 ended
 secret                 what only this job's processes know: who does not is none of them
+ended-003.json         that node 3's agent cannot come, and why; told by whoever started the agents
 room-003-0             zeros, which make room for a report and an order where the disk is full later
 
 The leader, who writes the orders, is the lowest node whose beat moves. Two agents may believe for a moment
@@ -263,6 +264,19 @@ class NodeGroup:
         self.num_nodes = max(self.num_nodes, *(member.node + 1 for member in members), 1)
         return {member.node: member for member in sorted(members, key=lambda member: member.node)}
 
+    def tell_ended(self, node: int, host: str, how: str) -> None:
+        """Say that what was to be a node's agent has ended, and how. Raises OSError."""
+        self._write(self._ended_file(node), {"host": host, "how": how})
+
+    def never_come(self) -> dict[str, str]:
+        """Return the hosts whose agents ended before they joined, by their nodes' order, and how."""
+        found = {}
+        for file in sorted(self.folder.glob("ended-*.json")):
+            record, node = _read(file), file.stem.removeprefix("ended-")
+            if record is not None and node.isdecimal() and not self._member_file(int(node)).exists():
+                found[str(record.get("host"))] = str(record.get("how"))
+        return found
+
     def member_of(self, node: int) -> GroupMember | None:
         """Return who has joined on one node and not left; None where nobody has."""
         return _member(self._member_file(node))
@@ -403,6 +417,9 @@ class NodeGroup:
 
     def _end_file(self, number: int, node: int) -> Path:
         return self.folder / f"end-{number:04d}-{node:03d}.json"
+
+    def _ended_file(self, node: int) -> Path:
+        return self.folder / f"ended-{node:03d}.json"
 
     def _rooms(self) -> list[Path]:
         return [self.folder / f"room-{self.node:03d}-{number}" for number in range(_NUM_ROOMS)]

@@ -31,6 +31,7 @@ _NAMES_TIMEOUT_S = 30.0
 _FIELD = re.compile(r"(?:^|\s)(\w+)=(.*?)(?=\s+[\w/:&]+=|\s*$)")
 # A path may hold ` lr=3`, which looks like the next field.
 _SCRIPT = re.compile(r"\sCommand=(.*?)\s+WorkDir=")
+_ENDED_TASKS = re.compile(r"^srun: error: (\S+): tasks? (\d[\d,-]*): (.+)$", re.MULTILINE)
 _NOTHING = ("None", "(null)", "N/A", "Unknown")
 
 
@@ -96,6 +97,31 @@ def names_of(nodes: str) -> list[str]:
     """Return the hosts in a list as Slurm writes it. Raises LauncherError."""
     words = ("scontrol", "show", "hostnames", nodes)
     return output_of(words, timeout_s=_NAMES_TIMEOUT_S).split()
+
+
+@dataclass(frozen=True)
+class EndedTask:
+    """A task of a step that is over, as srun said: its number, its host, and how it ended."""
+
+    number: int
+    host: str
+    how: str
+
+
+def ended_tasks(said: str) -> list[EndedTask]:
+    """Return the tasks of which srun says in its output that they ended badly. Raises LauncherError."""
+    found = []
+    for hosts, tasks, how in _ENDED_TASKS.findall(said):
+        # Such as "node[2-4]: tasks 1-2,5": Slurm's lists of hosts and of numbers are in the same order.
+        numbers = [number for part in tasks.split(",") for number in _range(part)]
+        names = names_of(hosts) if len(numbers) > 1 else [hosts]
+        found += [EndedTask(*each, how) for each in zip(numbers, names, strict=False)]
+    return found
+
+
+def _range(part: str) -> range:
+    first, _, last = part.partition("-")
+    return range(int(first), int(last or first) + 1)
 
 
 def take_out(job: str, own: OwnJob, hosts: Collection[str]) -> tuple[str, ...]:

@@ -170,6 +170,7 @@ class Leader:
         if outcome is None:
             outcome = reason
             unfit = [member.host for member in members.values() if not choose_nodes.is_fit(member)]
+            unfit += context.group.never_come()
             with contextlib.suppress(OSError):
                 start_failed(context, EXIT_FAILED, outcome, unfit)
             if context.is_alone:

@@ -8,6 +8,8 @@ one that they agreed on. Where all are gone without one, the run goes on in anot
   nodes that never came (rule step_not_started).
 - srun gives up a whole step that runs, `--no-kill` or not, when a node of it boots again before Slurm has
   noticed that it was gone ("Aborting, step missing and io error") (rule step_lost).
+- The warning before the time limit comes while the tasks' interpreters start, and ends them (rule
+  step_not_started).
 - srun is killed: its helper process, where that lives, kills the whole step at once. Before the first attempt
   that is rule step_not_started, with no node to blame, and after it step_lost.
 
@@ -31,7 +33,7 @@ from launchers import LauncherError
 from launchers.node_group import NodeGroup
 from launchers.slurm import this_job
 from launchers.slurm.cluster import is_usable, node_states
-from launchers.slurm.this_job import JobTask, job_task, names_of
+from launchers.slurm.this_job import JobTask, ended_tasks, job_task, names_of
 from orchestra.agents.agent import code_for_slurm, group_folder, run_of
 from orchestra.agents.context import END, REFUSE
 from orchestra.agents.slurm_job import SlurmJob
@@ -55,8 +57,10 @@ _LOOKS_WITHOUT_BEAT = 4
 _MOST_FAILURES = 600
 _LAUNCH_FAILED = re.compile(r"Task launch for \S+ failed on node ([^\s:]+)")
 # What srun writes is in the output of the batch script, which is that of this process too.
-_OUTPUT = Path("/proc/self/fd/1")
+OUTPUT = Path("/proc/self/fd/1")
 _OUTPUT_BYTES = 1 << 16
+# In srun's words.
+_WARNED = "User defined signal"
 
 
 def main(argv: list[str]) -> int:
@@ -66,14 +70,14 @@ def main(argv: list[str]) -> int:
     code = int(argv[-1])
     try:
         run, task = of_batch_script(argv[:-1])
-        group = _group(run, task)
+        group = group_of(run, task)
         agents = Agents(group.folder, argv[:-1], read_config(run.config).recovery.agent_timeout_s)
         # A run is not over because srun is.
         while (agreed := _agreed(group)) is None and not agents.are_over():
             time.sleep(_LOOK_S)
         if agreed is not None:
             return code_for_slurm(agreed, read_config(run.config))
-        outcome = move_run(run, task, os.environ["SLURM_JOB_NODELIST"], _OUTPUT)
+        outcome = move_run(run, task, os.environ["SLURM_JOB_NODELIST"], OUTPUT)
     except (OrchestraError, LauncherError, OSError) as error:
         sys.stderr.write(f"error: srun failed, and the run does not go on by itself: {error}\n")
         return code
@@ -96,7 +100,7 @@ def of_batch_script(words: list[str]) -> tuple[RunDir, JobTask]:
     return run, task
 
 
-def _group(run: RunDir, task: JobTask) -> NodeGroup:
+def group_of(run: RunDir, task: JobTask) -> NodeGroup:
     """Return the agents' folder, to be read only."""
     timeout_s = read_config(run.config).recovery.agent_timeout_s
     return NodeGroup(group_folder(run.control, task.job, task.restart), 0, task.num_nodes, timeout_s)
@@ -115,14 +119,14 @@ def move_run(run: RunDir, task: JobTask, nodes: str, output: Path) -> str | None
     written down before.
     """
     config = read_config(run.config)
-    slurm, group, own = SlurmJob(run, config, task), _group(run, task), this_job.own_job(task.job)
+    slurm, group, own = SlurmJob(run, config, task), group_of(run, task), this_job.own_job(task.job)
     order, attempt = group.newest_order(), upcoming_attempt(run) - 1
     # Slurm ends it, or starts it again by itself.
     if own.is_ending or own.restarts > task.restart:
         return None
     if order is None:
         missing = _missing(group, nodes, own.nodes, output, config)
-        decision = _of_unstarted(missing, has_agents=bool(group.members()))
+        decision = _of_unstarted(missing, has_agents=bool(group.members()), was_warned=_was_warned(output))
     else:
         decision = None if order.action in (END, REFUSE) else _OF_LOST
     # Where no attempt began, requests name the one to come.
@@ -149,7 +153,7 @@ def move_run(run: RunDir, task: JobTask, nodes: str, output: Path) -> str | None
 _OF_LOST = Decision(Action.requeue, EXIT_FAILED, "srun gave up the job's step", rule=_LOST)
 
 
-def _of_unstarted(missing: tuple[str, ...], *, has_agents: bool) -> Decision | None:
+def _of_unstarted(missing: tuple[str, ...], *, has_agents: bool, was_warned: bool) -> Decision | None:
     """Return what follows where no attempt began; None where the step ended by itself. Agents that end by
     themselves take their names off the list: those on it were killed with the step.
     """
@@ -157,6 +161,8 @@ def _of_unstarted(missing: tuple[str, ...], *, has_agents: bool) -> Decision | N
         reason = f"lost while the job's step was starting: {', '.join(missing)}"
     elif has_agents:
         reason = "srun gave up the job's step before an attempt began"
+    elif was_warned:
+        reason = "Slurm's warning came while the job's tasks were starting, and ended them"
     else:
         return None
     return Decision(Action.requeue, EXIT_FAILED, reason, rule=_UNSTARTED, exclude=missing)
@@ -201,12 +207,21 @@ def taken_nodes(nodes: str, left: str) -> list[str]:
 
 def _named_by_srun(output: Path) -> frozenset[str]:
     """Return the hosts on which it could not start its task; none where what it wrote cannot be read."""
+    return frozenset(_LAUNCH_FAILED.findall(_end_of(output)))
+
+
+def _was_warned(output: Path) -> bool:
+    """Tell whether tasks ended by the signal that warns of the time limit: nobody was there to hear it."""
+    return any(task.how.startswith(_WARNED) for task in ended_tasks(_end_of(output)))
+
+
+def _end_of(output: Path) -> str:
     try:
         with output.open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - _OUTPUT_BYTES))
-            return frozenset(_LAUNCH_FAILED.findall(log.read().decode(errors="replace")))
+            return log.read().decode(errors="replace")
     except OSError:
-        return frozenset()
+        return ""
 
 
 class Agents:

@@ -3,6 +3,8 @@ nothing. The batch script runs `orchestra.agents.srun_failed` then.
 
 - Where Slurm has taken a lost node out of the job before srun asks for the step, srun asks for ever for nodes
   that the job no longer has ("step creation temporarily disabled, retrying").
+- Where a task of the step ends before its agent has joined the others (no interpreter there, no memory, no
+  mount), srun says so and waits for the rest: they are told, who would wait for that agent for minutes.
 - Where a node boots again before Slurm has noticed that it was gone, srun gives the step up, and waits half a
   minute for the task of the dead one while no agent lives any more.
 
@@ -20,9 +22,10 @@ import time
 from pathlib import Path
 
 from launchers import LauncherError
+from launchers.node_group import NodeGroup
 from launchers.slurm import this_job
-from orchestra.agents.agent import group_folder
-from orchestra.agents.srun_failed import Agents, of_batch_script, taken_nodes
+from launchers.slurm.this_job import ended_tasks
+from orchestra.agents.srun_failed import OUTPUT, Agents, group_of, of_batch_script, taken_nodes
 from orchestra.errors import OrchestraError
 from orchestra.run.config_file import read_config
 
@@ -33,22 +36,52 @@ _ASK_EVERY_S = 15.0
 
 def main(argv: list[str]) -> int:
     """Watch until srun was ended or the batch script is over."""
+    # Where this start of the job begins in the output of the batch script, into which srun writes.
+    begin = OUTPUT.stat().st_size if os.environ.get("SLURM_RESTART_COUNT", "0") != "0" else 0
     try:
         run, task = of_batch_script(argv[:-1])
-        folder, shell = group_folder(run.control, task.job, task.restart), int(argv[-1])
-        agents = Agents(folder, argv[:-1], read_config(run.config).recovery.agent_timeout_s)
-        if _is_step_refused(shell, folder, task.job) or _are_agents_dead(shell, agents):
+        group, shell = group_of(run, task), int(argv[-1])
+        agents = Agents(group.folder, argv[:-1], read_config(run.config).recovery.agent_timeout_s)
+        ended = EndedTasks(group, begin)
+        if _is_step_refused(shell, ended, task.job) or _are_agents_dead(shell, agents, ended):
             _end_srun(shell)
     except (OrchestraError, LauncherError, OSError) as error:
         sys.stderr.write(f"warning: nobody ends an srun that waits for nothing: {error}\n")
     return 0
 
 
-def _is_step_refused(shell: int, folder: Path, job: str) -> bool:
+class EndedTasks:
+    """Tells the agents of tasks that ended before their agents came, until the first order is given."""
+
+    def __init__(self, group: NodeGroup, begin: int, output: Path = OUTPUT) -> None:
+        """`begin`: where in `output`, in bytes, what is said of this start of the job begins."""
+        self.group = group
+        self._output = output
+        self._next = begin
+        self._is_over = False
+
+    def look(self) -> None:
+        """Read what srun wrote since the last look, in whole lines."""
+        # Storage may fail for a moment, and Slurm be silent: the same lines are read again.
+        with contextlib.suppress(OSError, LauncherError):
+            self._is_over = self._is_over or self.group.newest_order() is not None
+            if self._is_over:
+                return
+            with self._output.open("rb") as log:
+                log.seek(self._next)
+                said = log.read()
+            lines = said[: said.rfind(b"\n") + 1]
+            for task in ended_tasks(lines.decode(errors="replace")):
+                self.group.tell_ended(task.number, task.host, task.how)
+            self._next += len(lines)
+
+
+def _is_step_refused(shell: int, ended: EndedTasks, job: str) -> bool:
     """Wait until an agent has come or the batch script is over; return True where none can come any more."""
     asked_at = time.monotonic()
-    while os.getppid() == shell and not any(folder.glob("member-*")):
+    while os.getppid() == shell and not any(ended.group.folder.glob("member-*")):
         time.sleep(_LOOK_S)
+        ended.look()
         if time.monotonic() - asked_at < _ASK_EVERY_S:
             continue
         asked_at = time.monotonic()
@@ -60,10 +93,11 @@ def _is_step_refused(shell: int, folder: Path, job: str) -> bool:
     return False
 
 
-def _are_agents_dead(shell: int, agents: Agents) -> bool:
+def _are_agents_dead(shell: int, agents: Agents, ended: EndedTasks) -> bool:
     """Return True when no agent lives any more that did not leave, False when the batch script is over."""
     while os.getppid() == shell:
         time.sleep(_LOOK_S)
+        ended.look()
         if agents.are_dead() and os.getppid() == shell:
             _say("no agent of the job lives any more; srun is ended")
             return True

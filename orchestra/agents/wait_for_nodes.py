@@ -63,6 +63,8 @@ class WaitForNodes:
         waited = time.monotonic() - self._began
         if len(members) == self._context.group.num_nodes:
             return True
+        if len(members) + len(self._context.group.never_come()) >= self._context.group.num_nodes:
+            return True
         wanted, least = self._context.config.cluster.nodes, self._context.config.recovery.min_nodes
         if len(members) >= wanted and waited > _SPARES_WAIT_S:
             return True
@@ -196,6 +198,7 @@ class Preflight:
         """
         context = self._context
         unfit = tuple(member.host for member in members.values() if not choose_nodes.is_fit(member))
+        unfit += tuple(context.group.never_come())
         config = choose_nodes.of_next_attempt(context.config, context.run)
         is_small = context.group.num_nodes < choose_nodes.fewest_nodes(config)
         events = read_events(context.run)
@@ -217,11 +220,14 @@ class Preflight:
 
     def unfit_words(self, members: Mapping[int, GroupMember]) -> str:
         """Return which nodes cannot train, and why; empty where all can."""
-        return "; ".join(
+        unfit = [
             f"{member.host}: {member.facts['unfit']}"
             for member in members.values()
             if not choose_nodes.is_fit(member)
-        )
+        ]
+        ended = self._context.group.never_come().items()
+        unfit += [f"{host}: its task ended before its agent had come ({how})" for host, how in ended]
+        return "; ".join(unfit)
 
     @property
     def listed(self) -> Mapping[str, str]:

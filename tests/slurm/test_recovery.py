@@ -141,6 +141,30 @@ def test_a_node_lost_before_the_step_began_costs_the_run_one_job(cluster: Site, 
     assert (started["job"], started["attempt"]) == (requeued["job"], 0)
 
 
+# Stands for a container's start: on what was the second node of the first job there is none.
+BROKEN = """#!/bin/sh
+[ "$SLURM_PROCID" = 1 ] && [ ! -e broken ] && echo "$SLURMD_NODENAME" > broken
+[ "$(cat broken 2> /dev/null)" = "$SLURMD_NODENAME" ] && exit 127
+exec "$@"
+"""
+
+
+@pytest.mark.timeout(240)
+def test_a_node_where_no_agent_starts_costs_the_run_one_job(cluster: Site) -> None:
+    """As where a mount is missing: srun says so at once, and the other agents would wait for ten minutes."""
+    script = cluster.shared / "broken.sh"
+    script.write_text(BROKEN)
+    script.chmod(0o755)
+    run = cluster.submit_run("broken", *TWO_NODES, f"cluster.container.prefix={script}", "train.steps=10")
+    requeued = run.wait_for_event("requeued", 60)
+    lost = (run.dir.path / "broken").read_text().strip()
+    assert (requeued["rule"], requeued["after"], requeued["exclude"]) == ("nodes_unfit", run.job, [lost])
+    run.assert_state("finished", 120)
+    (started,) = run.events("attempt_started")
+    assert lost not in started["hosts"]
+    assert f"{lost}: its task ended before its agent had come (Exited with exit code 127)" in run.logs()
+
+
 def training(cluster: Site, name: str, *overrides: str) -> SubmittedRun:
     """Return a run over two nodes that trains; its first attempt takes its time."""
     length = ("train.steps=150", "checkpoint.every_steps=20")

@@ -26,6 +26,7 @@ from orchestra.agents.context import END, REFUSE, START, AgentContext
 from orchestra.agents.leader import Leader
 from orchestra.agents.slurm_job import SlurmJob
 from orchestra.agents.srun_failed import Agents
+from orchestra.agents.srun_watch import EndedTasks
 from orchestra.errors import LaunchError
 from orchestra.recovery.history import attempt_of
 from orchestra.recovery.incidents import node_verdict
@@ -296,6 +297,38 @@ def looks(run: RunDir) -> int:
     """Return when the watch last looked for beats, in nanoseconds; 0 before."""
     file = group_folder(run.control, TASK.job, TASK.restart) / "srun-watch"
     return file.stat().st_mtime_ns if file.exists() else 0
+
+
+def test_agents_are_told_of_tasks_that_ended_before_theirs_came(run: RunDir, slurm: Slurm) -> None:
+    slurm.tell("job-node[3-4]", "node3\nnode4\n")
+    output = run.path / "output"
+    before = "srun: error: node1: task 0: Killed\n"
+    output.write_text(before)
+    watch = EndedTasks(came(run, 0, 1), len(before), output)
+    with output.open("a") as log:
+        log.write("slurmstepd: error: execve(): python: No such file\nsrun: error: node2: task 1: Kil")
+        log.flush()
+        watch.look()
+        assert not list(watch.group.folder.glob("ended-*"))
+        log.write("led\nsrun: error: node[3-4]: tasks 2-3: Exited with exit code 127\n")
+    watch.look()
+    # The agent of node 1 had come: whatever became of it is told by its beat.
+    assert watch.group.never_come() == {f"node{node}": "Exited with exit code 127" for node in (3, 4)}
+    watch.group.publish(Order(0, START, (0, 1)))
+    output.write_text(output.read_text() + "srun: error: node5: task 4: Killed\n")
+    watch.look()
+    assert "node5" not in watch.group.never_come()
+
+
+def test_a_warning_that_ended_the_tasks_before_their_agents_came_costs_a_job(
+    run: RunDir, slurm: Slurm
+) -> None:
+    (run.path / "output").write_text("srun: error: node[1-2]: tasks 0-1: User defined signal 2\n")
+    assert moved(run) == (
+        "job 20 goes on (Slurm's warning came while the job's tasks were starting, and ended them)"
+    )
+    (event,) = requeued(run)
+    assert (event["rule"], event["exclude"], event["before_start"]) == ("step_not_started", [], True)
 
 
 def test_an_srun_is_ended_when_no_agent_lives_and_not_before(run: RunDir, slurm: Slurm) -> None:
