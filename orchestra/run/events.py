@@ -37,6 +37,7 @@ _LARGEST = 1 << 63
 _WRITTEN, _NO_ROOM = ".jsonl", ".no-room"
 _OF_NAMES = ("event", "attempt", "time", "rank", "node", "code", "step", "undecided", "fallback")
 _TEXTS_OF_NAMES = ("cause", "message")
+_NEWEST_ONLY = ("checkpoint_committed",)
 
 
 class EventWriter:
@@ -47,6 +48,8 @@ class EventWriter:
     def __init__(self, run: RunDir, writer: str, attempt: int, **context: Any) -> None:
         self._file, self._folder = JsonLinesWriter(run.event_file(writer)), run.events
         self._attempt = attempt
+        # Files whose names are events of this process.
+        self._names: dict[str, Path] = {}
         self._context = {"host": socket.gethostname(), **context}
 
     @property
@@ -73,7 +76,17 @@ class EventWriter:
             name = as_name(needed, texts, LONGEST_NAME - len(_NO_ROOM))
             if error.errno not in FULL or name is None:
                 raise
-            make_named(self._folder / f"{name}{_NO_ROOM}", self._file.path)
+            self._make_named(event, self._folder / f"{name}{_NO_ROOM}")
+
+    def _make_named(self, event: str, path: Path) -> None:
+        """Make the file whose name is an event; of some kinds the newest one's alone is kept, since a folder
+        takes no more names at some time.
+        """
+        before = self._names.pop(event, None)
+        if before is None or not _is_renamed(before, path):
+            make_named(path, self._file.path)
+        if event in _NEWEST_ONLY:
+            self._names[event] = path
 
     def _record(self, event: str, evidence: Record) -> Record:
         stamp = {"time": time.time(), "attempt": self._attempt, "event": event}
@@ -86,6 +99,14 @@ class EventWriter:
     def close(self) -> None:
         """Close the file, for whoever writes into many runs."""
         self._file.close()
+
+
+def _is_renamed(before: Path, path: Path) -> bool:
+    try:
+        before.rename(path)
+    except OSError:
+        return False
+    return True
 
 
 def read_events(run: RunDir, names: tuple[str, ...] = ()) -> list[Record]:
