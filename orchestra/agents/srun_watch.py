@@ -36,9 +36,9 @@ _ASK_EVERY_S = 15.0
 
 def main(argv: list[str]) -> int:
     """Watch until srun was ended or the batch script is over."""
-    # Where this start of the job begins in the output of the batch script, into which srun writes.
-    begin = OUTPUT.stat().st_size if os.environ.get("SLURM_RESTART_COUNT", "0") != "0" else 0
     try:
+        # Where this start of the job begins in the output of the batch script, into which srun writes.
+        begin = OUTPUT.stat().st_size if os.environ.get("SLURM_RESTART_COUNT", "0") != "0" else 0
         run, task = of_batch_script(argv[:-1])
         group, shell = group_of(run, task), int(argv[-1])
         agents = Agents(group.folder, argv[:-1], read_config(run.config).recovery.agent_timeout_s)
