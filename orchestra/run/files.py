@@ -62,6 +62,12 @@ def as_name(needed: Record, texts: dict[str, str], most: int) -> str | None:
     return named(kept)
 
 
+def other_place(error: OSError) -> str:
+    """Return what to do where a run's directory cannot be made; a disk may lack files as well as bytes."""
+    room = "make room there (`df` tells of bytes, `df -i` of files), or " if error.errno in FULL else ""
+    return f"{room}choose another run.dir"
+
+
 def make_named(path: Path, other: Path) -> None:
     """Make a file of which the name alone counts. Where the disk takes no new file either, as when all of a
     quota of files is used, it is one more name of `other`, a file in the same folder. Raises OSError.

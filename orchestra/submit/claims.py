@@ -22,7 +22,7 @@ from orchestra.recovery.history import last_attempt
 from orchestra.run.control import stop_requests
 from orchestra.run.control.stop_requests import claimed_attempt
 from orchestra.run.events import is_number, is_whole, read_events
-from orchestra.run.files import read_json
+from orchestra.run.files import other_place, read_json
 from orchestra.run.paths import RunDir, Sweep, SweepDir, read_sweep
 from orchestra.run.record import newest_job, read_record
 
@@ -169,7 +169,7 @@ def exclusively(parent: Path, signature: str) -> Iterator[None]:
                 raise ConfigError("the same sweep is being submitted already by another command")
     except OSError as error:
         raise ConfigError(
-            f"run.dir={parent}: cannot make a sweep there: {error.strerror}; choose another run.dir"
+            f"run.dir={parent}: cannot make a sweep there: {error.strerror}; {other_place(error)}"
         ) from error
     try:
         yield

@@ -35,6 +35,7 @@ from orchestra.errors import ConfigError
 from orchestra.plugins import sources_of
 from orchestra.run.config_file import write_config
 from orchestra.run.control.stop_requests import user_name
+from orchestra.run.files import other_place
 from orchestra.run.paths import RunDir, SweepDir, is_sweep
 from orchestra.run.permissions import give_to_group, open_to_group
 from orchestra.sizes.topology import length_of
@@ -292,7 +293,7 @@ def _is_made(path: Path, write: Callable[[Path, Path], None]) -> bool:
     except OSError as error:
         raise ConfigError(
             f"run.dir={path.parent}: cannot make a run directory there: {error.strerror}; "
-            f"choose another run.dir"
+            f"{other_place(error)}"
         ) from error
     finally:
         if not is_made:
