@@ -116,9 +116,11 @@ def _with_plugins(config: Config) -> Config:
 
 def absolute(path: str) -> str:
     """Return a local path from the root, so that a frozen run means the same from any directory; URLs
-    stay, and so does what says nothing.
+    stay, and so does what says nothing. Raises RuntimeError where nobody has the name after ~.
     """
-    return path if "://" in path or not path.strip() else os.path.abspath(os.path.expanduser(path))  # noqa: PTH100,PTH111  text, not files
+    if "://" in path or not path.strip():
+        return path
+    return os.path.abspath(Path(path).expanduser())  # noqa: PTH100  text, not a file
 
 
 def _with_container_paths(container: ContainerConfig) -> ContainerConfig:

@@ -80,9 +80,13 @@ def test_usage_errors_end_with_2_and_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_home_of_nobody_is_a_usage_error(orchestra: CommandLine) -> None:
-    refused = orchestra("data", "verify", "~nobody-at-all/out", code=2)
-    assert refused.err.startswith("error: ~nobody-at-all/out: nobody here has the name after ~")
+@pytest.mark.parametrize(
+    "words", [("data", "verify", "~nobody-at-all/a"), ("run", "checkpoint.dir=~nobody-at-all/a", "--dry-run")]
+)
+def test_the_home_of_nobody_is_a_usage_error(words: tuple[str, ...], orchestra: CommandLine) -> None:
+    refused = orchestra(*words, code=2)
+    named = next(word for word in words if "~" in word)
+    assert refused.err.startswith(f"error: {named}: nobody here has the name after ~")
 
 
 def test_status_shows_a_run_and_says_the_same_as_json(failed_run: RunDir, orchestra: CommandLine) -> None:
