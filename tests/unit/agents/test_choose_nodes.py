@@ -560,30 +560,6 @@ def test_a_node_that_died_is_left_out_though_another_one_never_came(
             Leader(context).look(None)
 
 
-@pytest.mark.parametrize("needed", [3, 2])
-def test_nobody_waits_for_a_node_whose_task_ended_before_its_agent_came(
-    run: RunDir, joined: Join, needed: int
-) -> None:
-    """Where the others suffice they begin, else the run goes on in another job without that node."""
-    cluster, groups = Cluster(), joined({}, {}, {})
-    groups.pop().leave()
-    context = led(run, groups[0], cluster)
-    own = dataclasses.replace(context.config.cluster, nodes=needed)
-    context = dataclasses.replace(context, config=dataclasses.replace(context.config, cluster=own))
-    Leader(context).look(None)
-    assert groups[1].newest_order() is None
-    groups[0].tell_ended(2, "node3", "Exited with exit code 127")
-    Leader(context).look(None)
-    order = groups[1].newest_order()
-    assert order is not None
-    if needed == 2:
-        assert (order.action, order.nodes, cluster.left_out) == (START, (0, 1), [])
-    else:
-        assert (order.action, order.facts["code"], cluster.left_out) == (END, 1, [("node3",)])
-        (found,) = [event for event in read_events(run) if event["event"] == "requeued"]
-        assert found["rule"] == "nodes_unfit"
-
-
 def test_a_node_that_is_alone_ends_with_the_reason(run: RunDir, joined: Join) -> None:
     groups = joined({"unfit": "no room"})
     with pytest.raises(LaunchError, match="node1: no room"):

@@ -320,6 +320,32 @@ def test_agents_are_told_of_tasks_that_ended_before_theirs_came(run: RunDir, slu
     assert "node5" not in watch.group.never_come()
 
 
+@pytest.mark.parametrize("needed", [2, 1])
+def test_nobody_waits_for_a_node_whose_task_ended_before_its_agent_came(
+    run: RunDir, slurm: Slurm, needed: int
+) -> None:
+    """Where the others suffice they begin, else the run goes on in another job without that node."""
+    config = Config(cluster=ClusterConfig(nodes=needed, gpus_per_node=1, device=Device.cpu))
+    group = NodeGroup(group_folder(run.control, TASK.job, TASK.restart), 0, 2, 60.0)
+    group.join("node1", "127.0.0.1", {"port": 1})
+    try:
+        leader = Leader(AgentContext(run, config, group, StopRequests(), SlurmJob(run, config, TASK), print))
+        leader.look(None)
+        assert group.newest_order() is None
+        group.tell_ended(1, "node2", "Exited with exit code 127")
+        leader.look(None)
+        order = group.newest_order()
+    finally:
+        group.leave()
+    assert order is not None
+    if needed == 1:
+        assert (order.action, order.nodes, requeued(run)) == (START, (0,), [])
+    else:
+        said = "job 20 goes on (node2: its task ended before its agent had come (Exited with exit code 127))"
+        assert (order.action, order.facts["said"]) == (END, said)
+        assert [(event["rule"], event["exclude"]) for event in requeued(run)] == [("nodes_unfit", ["node2"])]
+
+
 def test_a_warning_that_ended_the_tasks_before_their_agents_came_costs_a_job(
     run: RunDir, slurm: Slurm
 ) -> None:
