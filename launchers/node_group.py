@@ -426,10 +426,20 @@ class NodeGroup:
 
     def _keep_room(self) -> None:
         """Keep room for what is to be written when the disk is full; where it is already, do without."""
-        with contextlib.suppress(OSError):
-            for room in self._rooms():
+        for room in self._rooms():
+            try:
                 if not room.exists():
                     _write_durably(room, "0" * _ROOM_BYTES)
+            except OSError:
+                # What there is of it would not suffice.
+                with contextlib.suppress(OSError):
+                    room.unlink()
+                return
+
+    def _free_room(self) -> Path | None:
+        # One that has two names was given as an order by an agent that died before it took this one back.
+        rooms = (room for room in self._rooms() if room.exists() and room.stat().st_nlink == 1)
+        return next(rooms, None)
 
     def _write(self, place: Path, record: Mapping[str, Any], *, is_needed: bool = False) -> None:
         draft = self._draft(place, record, is_needed=is_needed)
@@ -450,11 +460,9 @@ class NodeGroup:
             draft.unlink(missing_ok=True)
             # Whoever reads it knows no draft.
             error.filename = str(place)
-            # One that has two names was given as an order by an agent that died before it took this one back.
-            rooms = (room for room in self._rooms() if room.exists() and room.stat().st_nlink == 1)
-            room = next(rooms, None)
-            is_full = error.errno in _FULL and is_needed
-            if not is_full or room is None or len(text.encode()) > _ROOM_BYTES:
+            is_full = is_needed and error.errno in _FULL
+            room = self._free_room() if is_full and len(text.encode()) <= _ROOM_BYTES else None
+            if room is None:
                 raise
             _write_over(room, text)
             return room

@@ -159,7 +159,8 @@ class Leader:
         By an order: the others would wait for nodes in vain, and nobody would give a dead node's job back.
         """
         context = self._context
-        reason = self._preflight.unfit_words(members) or self._wait.too_few(members)
+        unfit = self._preflight.unfit(members)
+        reason = "; ".join(map(": ".join, unfit.items())) or self._wait.too_few(members)
         try:
             outcome = self._preflight.go_elsewhere(members, reason)
         except (LauncherError, LaunchError, OSError) as error:
@@ -169,10 +170,8 @@ class Leader:
             outcome, reason = None, f"{reason}; it does not go on by itself: {error}"
         if outcome is None:
             outcome = reason
-            unfit = [member.host for member in members.values() if not choose_nodes.is_fit(member)]
-            unfit += context.group.never_come()
             with contextlib.suppress(OSError):
-                start_failed(context, EXIT_FAILED, outcome, unfit)
+                start_failed(context, EXIT_FAILED, outcome, list(unfit))
             if context.is_alone:
                 raise LaunchError(outcome)
         self._order_end(0, EXIT_FAILED, outcome)
@@ -581,8 +580,9 @@ def as_stopped(verdict: Verdict, requests: list[StopRequest]) -> Verdict:
     """
     reasons = {request.reason for request in requests}
     is_warned = stop_requests.TIME_LIMIT in reasons and stop_requests.CANCEL not in reasons
-    is_warned &= verdict.code != EXIT_DO_NOT_RESTART
-    return Verdict(EXIT_STOPPED, verdict.cause, verdict.message, step=verdict.step) if is_warned else verdict
+    if not is_warned or verdict.code == EXIT_DO_NOT_RESTART:
+        return verdict
+    return Verdict(EXIT_STOPPED, verdict.cause, verdict.message, step=verdict.step)
 
 
 def _write_lost(

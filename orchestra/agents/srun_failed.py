@@ -33,7 +33,7 @@ from launchers import LauncherError
 from launchers.node_group import NodeGroup
 from launchers.slurm import this_job
 from launchers.slurm.cluster import is_usable, node_states
-from launchers.slurm.this_job import JobTask, ended_tasks, job_task, names_of
+from launchers.slurm.this_job import JobTask, job_task, names_of
 from orchestra.agents.agent import code_for_slurm, group_folder, run_of
 from orchestra.agents.context import END, REFUSE
 from orchestra.agents.slurm_job import SlurmJob
@@ -59,8 +59,7 @@ _LAUNCH_FAILED = re.compile(r"Task launch for \S+ failed on node ([^\s:]+)")
 # What srun writes is in the output of the batch script, which is that of this process too.
 OUTPUT = Path("/proc/self/fd/1")
 _OUTPUT_BYTES = 1 << 16
-# In srun's words.
-_WARNED = "User defined signal"
+_WARNED = re.compile(r"^srun: error: \S+: tasks? \S+: User defined signal", re.MULTILINE)
 
 
 def main(argv: list[str]) -> int:
@@ -212,7 +211,7 @@ def _named_by_srun(output: Path) -> frozenset[str]:
 
 def _was_warned(output: Path) -> bool:
     """Tell whether tasks ended by the signal that warns of the time limit: nobody was there to hear it."""
-    return any(task.how.startswith(_WARNED) for task in ended_tasks(_end_of(output)))
+    return _WARNED.search(_end_of(output)) is not None
 
 
 def _end_of(output: Path) -> str:

@@ -61,9 +61,8 @@ class WaitForNodes:
         have fallen silent. Raises LaunchError where all live and stay too few.
         """
         waited = time.monotonic() - self._began
-        if len(members) == self._context.group.num_nodes:
-            return True
-        if len(members) + len(self._context.group.never_come()) >= self._context.group.num_nodes:
+        missing = self._context.group.num_nodes - len(members)
+        if missing == 0 or missing <= len(self._context.group.never_come()):
             return True
         wanted, least = self._context.config.cluster.nodes, self._context.config.recovery.min_nodes
         if len(members) >= wanted and waited > _SPARES_WAIT_S:
@@ -197,8 +196,7 @@ class Preflight:
         Raises LauncherError, LaunchError and OSError.
         """
         context = self._context
-        unfit = tuple(member.host for member in members.values() if not choose_nodes.is_fit(member))
-        unfit += tuple(context.group.never_come())
+        unfit = tuple(self.unfit(members))
         config = choose_nodes.of_next_attempt(context.config, context.run)
         is_small = context.group.num_nodes < choose_nodes.fewest_nodes(config)
         events = read_events(context.run)
@@ -218,16 +216,15 @@ class Preflight:
         finally:
             writer.close()
 
-    def unfit_words(self, members: Mapping[int, GroupMember]) -> str:
-        """Return which nodes cannot train, and why; empty where all can."""
-        unfit = [
-            f"{member.host}: {member.facts['unfit']}"
+    def unfit(self, members: Mapping[int, GroupMember]) -> dict[str, str]:
+        """Return the hosts that cannot train, and why."""
+        came = {
+            member.host: str(member.facts["unfit"])
             for member in members.values()
             if not choose_nodes.is_fit(member)
-        ]
+        }
         ended = self._context.group.never_come().items()
-        unfit += [f"{host}: its task ended before its agent had come ({how})" for host, how in ended]
-        return "; ".join(unfit)
+        return came | {host: f"its task ended before its agent had come ({how})" for host, how in ended}
 
     @property
     def listed(self) -> Mapping[str, str]:

@@ -46,7 +46,8 @@ class EventWriter:
     """
 
     def __init__(self, run: RunDir, writer: str, attempt: int, **context: Any) -> None:
-        self._file, self._folder = JsonLinesWriter(run.event_file(writer)), run.events
+        self._path = run.event_file(writer)
+        self._file = JsonLinesWriter(self._path)
         self._attempt = attempt
         # Files whose names are events of this process.
         self._names: dict[str, Path] = {}
@@ -76,7 +77,7 @@ class EventWriter:
             name = as_name(needed, texts, LONGEST_NAME - len(_NO_ROOM))
             if error.errno not in FULL or name is None:
                 raise
-            self._make_named(event, self._folder / f"{name}{_NO_ROOM}")
+            self._make_named(event, self._path.with_name(f"{name}{_NO_ROOM}"))
 
     def _make_named(self, event: str, path: Path) -> None:
         """Make the file whose name is an event; of some kinds the newest one's alone is kept, since a folder
@@ -84,7 +85,7 @@ class EventWriter:
         """
         before = self._names.pop(event, None)
         if before is None or not _is_renamed(before, path):
-            make_named(path, self._file.path)
+            make_named(path, self._path)
         if event in _NEWEST_ONLY:
             self._names[event] = path
 

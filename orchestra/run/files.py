@@ -172,10 +172,6 @@ class JsonLinesWriter:
         # Two threads at once would be fine, were it not for the part of a record that is taken back.
         self._lock = threading.Lock()
 
-    @property
-    def path(self) -> Path:
-        return self._path
-
     def write(self, record: Record) -> None:
         """Append one record. Floats keep full precision (`repr`); non-finite ones become null."""
         line = json.dumps(finite_or_null(record), separators=(",", ":"), allow_nan=False).encode() + b"\n"

@@ -93,7 +93,7 @@ def _planned(run: RunDir, own: RunState, state: RunState, now: float, at_once: b
     token = None if own.submitted is None else own.submitted.token
     user = None if own.submitted is None else own.submitted.user
     plan = Cancellation(run, state.name, state.state, job=state.job, token=token, user=user)
-    if (original := _copied_from(run, token)) is not None and state.state.goes_on:
+    if state.state.goes_on and (original := _copied_from(own, run)) is not None:
         problem = (
             f"{state.name} is a copy of {original.path}, and job {state.job or '?'} is that run's: "
             f"`orchestra cancel {original.path}` stops it"
@@ -136,18 +136,22 @@ def _planned(run: RunDir, own: RunState, state: RunState, now: float, at_once: b
     return replace(plan, earlier=earlier, is_unreached=unreached)
 
 
-def _copied_from(run: RunDir, token: str | None) -> RunDir | None:
-    """Return the run whose job, known by `token`, a copy of its directory names as well; None where this is
-    no copy: a run that was merely renamed or moved lies in one place.
+def _copied_from(own: RunState, run: RunDir) -> RunDir | None:
+    """Return the run whose job a copy of its directory names as well; None where this is no copy: a run that
+    was merely renamed or moved lies in one place. Members of sweeps, of which there may be thousands, are
+    not looked at: each takes the reading of a configuration, 60 ms.
     """
+    job = own.submitted
+    if job is None or job.task is not None or job.is_shared:
+        return None
     try:
         frozen = read_config(run.config).run
     except (OSError, ConfigError):
         return None
-    if token is None or frozen.name is None:
+    if frozen.name is None:
         return None
     original = RunDir(Path(frozen.dir) / frozen.name)
-    is_its = any(entry.get("token") == token for entry in jobs_of(read_record(original)))
+    is_its = any(entry.get("token") == job.token for entry in jobs_of(read_record(original)))
     return original if is_its and not original.path.samefile(run.path) else None
 
 

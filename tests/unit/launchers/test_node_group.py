@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import os
 import signal
 import subprocess
@@ -236,27 +236,47 @@ def test_a_folder_that_cannot_be_made_is_a_clear_error(tmp_path: Path) -> None:
         NodeGroup(tmp_path / "file" / "group", 0, 1, TIMEOUT_S)
 
 
-def test_a_full_disk_takes_a_report_and_an_order_in_the_room_kept_for_them(
-    joined: Join, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    group = joined(0)
-    real = node_group._write_durably
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    place = tmp_path / "disk"
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(place)], check=True)
+    yield place
+    subprocess.run(["umount", "--lazy", str(place)], check=True)
 
-    def full(place: Path, text: str) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", str(place))
 
-    monkeypatch.setattr(node_group, "_write_durably", full)
-    group.report(0, {"code": 0})
-    assert group.publish(Order(1, "end", facts={"code": 0}))
-    assert group.reports(0, [0]) == {0: {"code": 0}}
-    order = group.newest_order()
-    assert order is not None
-    assert order.facts == {"code": 0}
-    with pytest.raises(OSError, match=r"end-0001-000\.json"):
+def fill(folder: Path) -> Path:
+    """Leave no block free; return what takes them."""
+    ballast = folder / f"ballast-{time.monotonic_ns()}"
+    with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
+        while file.write(b"0" * 4096):
+            pass
+    return ballast
+
+
+@pytest.mark.mount
+def test_a_full_disk_takes_a_report_and_an_order_in_the_room_kept_for_them(small_disk: Path) -> None:
+    group = NodeGroup(small_disk / "group", 0, 1, TIMEOUT_S)
+    group.join("node1", "127.0.0.1", {})
+    try:
+        ballast = [fill(small_disk)]
+        group.report(0, {"code": 0})
+        # What the first one left of its room is taken by others.
+        ballast.append(fill(small_disk))
+        assert group.publish(Order(1, "end", facts={"code": 0}))
+        ballast.append(fill(small_disk))
+        assert group.reports(0, [0]) == {0: {"code": 0}}
+        order = group.newest_order()
+        assert order is not None
+        assert order.facts == {"code": 0}
+        with pytest.raises(OSError, match=r"No space left.*end-0001-000\.json"):
+            group.report(1, {"code": 0})
+        for file in ballast:
+            file.unlink()
+        # Room that comes back is kept again.
         group.report(1, {"code": 0})
-    monkeypatch.setattr(node_group, "_write_durably", real)
-    # Room that comes back is kept again.
-    group.report(1, {"code": 0})
-    monkeypatch.setattr(node_group, "_write_durably", full)
-    group.report(2, {"code": 75})
-    assert group.reports(2, [0]) == {0: {"code": 75}}
+        fill(small_disk)
+        group.report(2, {"code": 75})
+        assert group.reports(2, [0]) == {0: {"code": 75}}
+    finally:
+        group.leave()
