@@ -32,7 +32,7 @@ from orchestra.agents.hang_watch import (
 )
 from orchestra.agents.node_copies import COPIES, prepare_copies
 from orchestra.agents.stalled_ranks import recorder_environment
-from orchestra.errors import EXIT_DONE, EXIT_FAILED, LaunchError
+from orchestra.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, LaunchError
 from orchestra.recovery.hangs import AWAITED, limit_rules
 from orchestra.recovery.incidents import Verdict
 from orchestra.run.control import stop_requests
@@ -79,6 +79,8 @@ def perform(context: AgentContext, order: Order, tick: Callable[[int], None]) ->
         patience_s, reason = context.config.recovery.stop_timeout_s, context.scheduler.stop_reason
         stop = StopDeadline(context.run, attempt, context.signals, patience_s, reason)
         resize = Resize(context, order, record)
+        if not _is_to_start(context):
+            return _report_not_begun(context, order, record, stop)
         agent = _started(context, spec, place)
         own = range(place.node * spec.ranks_per_node, (place.node + 1) * spec.ranks_per_node)
         watch = _AttemptWatch(context, order, record, spec, own)
@@ -151,18 +153,43 @@ def _bound(config: Config) -> dict[str, Any]:
     return {"cores": [as_list(cores) for cores in binding.cores], "unbound": binding.reason or None}
 
 
-def _started(context: AgentContext, spec: LaunchSpec, place: LaunchPlace) -> NodeAgent:
-    """Start torchrun, from the fork server once that has imported torch: all ranks together do it once."""
+def _is_to_start(context: AgentContext) -> bool:
+    """Wait until the fork server has imported torch, which all ranks together do once; False where the run is
+    asked to stop meanwhile and no other node waits for this one's ranks.
+    """
 
     def is_stopped() -> bool:
         context.group.progress()
         return context.signals.count() > 0
 
+    if context.fork_server is not None:
+        context.fork_server.start()
+        context.fork_server.await_ready(_IMPORT_TIMEOUT_S, is_stopped)
+    return not (context.is_alone and is_stopped())
+
+
+def _started(context: AgentContext, spec: LaunchSpec, place: LaunchPlace) -> NodeAgent:
+    """Start torchrun, from the fork server where that is ready."""
     if context.fork_server is None:
         return start_agent(spec, place, _PATIENCE)
-    context.fork_server.start()
-    context.fork_server.await_ready(_IMPORT_TIMEOUT_S, is_stopped)
     return start_agent(spec, place, _PATIENCE, starter=context.fork_server.start_torchrun)
+
+
+def _report_not_begun(
+    context: AgentContext, order: Order, record: AttemptRecord, stop: StopDeadline
+) -> Verdict | None:
+    """Report, as `perform` does, an attempt that was asked to stop before its ranks were started."""
+    # The request, which whoever decides what follows reads.
+    stop.level()
+    ending = Ending(EXIT_STOPPED, stops=1)
+    with contextlib.suppress(OSError):
+        record.events.write("node_ended", node=context.node, code=ending.exit_code)
+    try:
+        facts = {"code": ending.exit_code, "interruption": stop.interruption}
+        _report(context, order, {**dataclasses.asdict(ending), **facts})
+    except OSError:
+        return record.conclude(ending, stop.interruption, steps=context.config.train.steps)
+    return None
 
 
 def _supervised(

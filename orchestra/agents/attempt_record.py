@@ -86,6 +86,9 @@ class AttemptRecord:
             verdict = Verdict(EXIT_DONE, "finished", step=ended_after)
             if ended_after < steps:
                 verdict = Verdict(EXIT_STOPPED, StopRequested.__name__, UNHEARD, step=ended_after)
+        if verdict.cause == NO_VERDICT and ending.exit_code == EXIT_STOPPED:
+            # The agent's own, which started no ranks: torchrun never ends with it.
+            verdict = Verdict(EXIT_STOPPED, StopRequested.__name__, self._asked_before_ranks())
         if not self.run.events.is_dir() and verdict.code != EXIT_INTERRUPTED:
             gone = f"{self.run.path} was removed or renamed while it trained, and its records with it"
             if self.run.checkpoints.is_dir():
@@ -96,6 +99,12 @@ class AttemptRecord:
             self._write_verdict(verdict, ending, is_decided_next=decides(verdict))
         # As everybody reads it from now on.
         return node_verdict(self.seen()) or verdict
+
+    def _asked_before_ranks(self) -> str:
+        asked: list[object] = []
+        with contextlib.suppress(OSError):
+            asked += stop_requests.read_requests(self.run, self.number)[:1]
+        return f"{asked[0] if asked else 'asked to stop'}, before its ranks were started"
 
     def _write_verdict(self, verdict: Verdict, ending: Ending, *, is_decided_next: bool) -> None:
         survivors = {"survivors": list(ending.survivors)} if ending.survivors else {}

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from commands import (
     PACE,
+    ROOT,
     TINY,
     Started,
     assert_same_training,
@@ -124,9 +125,28 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
 def test_a_request_during_the_start_is_heard_before_the_first_step(tmp_path: Path) -> None:
     started = start_run(tmp_path, "early", *TINY, *_ENDLESS)
     started.wait_for(lambda: events_of(started.run, "attempt_started"), 30)
-    started.process.send_signal(signal.SIGTERM)
+    stop_requests.write_request(started.run, 0, stop_requests.CANCEL)
     out, err = started.end(75)
     assert err == ""
     assert "nothing was committed" in out
     assert [event["step"] for event in events_of(started.run, "stop_requested")] == [0]
     assert not read_metrics(started.run)
+
+
+def test_a_signal_while_torch_is_imported_waits_for_no_rank(tmp_path: Path) -> None:
+    slow = "import sys, time\nif 'launchers.fork_server.server' in sys.orig_argv: time.sleep(1000)\n"
+    (tmp_path / "sitecustomize.py").write_text(slow)
+    started = start_run(tmp_path, "early", *TINY, extra={"PYTHONPATH": f"{tmp_path}:{ROOT}"})
+    started.wait_for(lambda: events_of(started.run, "node_started"), 30)
+    started.process.send_signal(signal.SIGINT)
+    out, err = started.end(75)
+    assert err == ""
+    assert "stopping (Ctrl-C again: at once)" in out.splitlines()
+    assert out.splitlines()[-1].endswith("starts again at step 1: nothing was committed")
+    message = str(started.verdict()["message"])
+    assert message.startswith("signal SIGINT, asked for by ")
+    assert message.endswith("its ranks were started")
+    assert [request.reason for request in stop_requests.read_requests(started.run, 0)] == ["signal SIGINT"]
+    assert not list(started.run.logs.glob("*rank*"))
+    assert "restored" not in orchestra(tmp_path, "resume", "early", "train.steps=3").stdout
+    assert [row["step"] for row in read_metrics(started.run)] == [1, 2, 3]

@@ -32,6 +32,8 @@ _REFRESH_S = 0.5
 _SHORTEST_BAR = 4
 _STOPPING = "stopping after this step, with a checkpoint (Ctrl-C again: at once)"
 _STOPPING_UNSAVED = "stopping after this step; nothing is saved (Ctrl-C again: at once)"
+# Before the first row: whether a step is on nobody here knows.
+_STOPPING_UNBEGUN = "stopping (Ctrl-C again: at once)"
 # What is remembered of each row: a run may have a million of them.
 _OF_CLOSING = re.compile(r"(attempt \d+ finished: )?finished")
 _KEPT = ("step", "attempt", "loss", "tokens", "tokens_per_s", "mfu", "mfu_causal", "step_time_s")
@@ -47,8 +49,7 @@ class Progress:
         self, run: RunDir, steps: int, attempt: int = 0, tokens: int | None = None, *, saves: bool = True
     ) -> None:
         self.steps = steps
-        # What is said once it was asked to stop.
-        self.stopping = _STOPPING if saves else _STOPPING_UNSAVED
+        self._saves = saves
         # Of the whole run; None: all steps have the same number.
         self.tokens = tokens
         self.rows: list[Record] = []
@@ -70,6 +71,13 @@ class Progress:
             # What the attempts before trained is no news.
             self.update()
             self.has_begun = False
+
+    @property
+    def stopping(self) -> str:
+        """What is said once it was asked to stop."""
+        if not self.has_begun:
+            return _STOPPING_UNBEGUN
+        return _STOPPING if self._saves else _STOPPING_UNSAVED
 
     def follow(self, attempt: int) -> None:
         """Watch another attempt of the run from now on; -1, between two attempts, changes nothing."""

@@ -148,16 +148,27 @@ def test_a_resumed_run_shows_only_what_is_new_and_what_was_restored(tmp_path: Pa
 
 
 def test_who_stops_a_run_that_saves_nothing_is_told_so(tmp_path: Path) -> None:
-    stream = io.StringIO()
-    view = _plain(Progress(RunDir(tmp_path), 4, saves=False), stream)
+    run, stream = RunDir(tmp_path), io.StringIO()
+    JsonLinesWriter(run.metrics).write(_row(1, 5.0))
+    view = _plain(Progress(run, 4, saves=False), stream)
     view.tick(1)
     view.close([])
-    assert stream.getvalue() == "stopping after this step; nothing is saved (Ctrl-C again: at once)\n"
+    assert stream.getvalue().splitlines()[-1] == (
+        "stopping after this step; nothing is saved (Ctrl-C again: at once)"
+    )
+
+
+def test_who_stops_a_run_before_its_first_row_is_told_no_more_than_that(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    view = _plain(Progress(RunDir(tmp_path), 4), stream)
+    view.tick(1)
+    view.close([])
+    assert stream.getvalue() == "stopping (Ctrl-C again: at once)\n"
 
 
 def test_a_terminal_says_when_a_checkpoint_is_being_saved_and_that_a_stop_was_heard(tmp_path: Path) -> None:
     events = EventWriter(RunDir(tmp_path), rank_writer(0, 0), 0, rank=0)
-    assert "with a checkpoint (Ctrl-C again: at once)" in _on_a_terminal(tmp_path, 80, 0, stops=1)
+    assert "with a checkpoint (Ctrl-C again: at once)" in _on_a_terminal(tmp_path, 80, 1, stops=1)
     events.write("checkpoint_started", step=2)
     assert "ETA 1:39:56  saving" in _on_a_terminal(tmp_path, 80, 2)
     events.write("checkpoint_committed", step=2)
