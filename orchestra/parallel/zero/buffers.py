@@ -6,6 +6,7 @@ holds. Nothing is communicated here.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -183,8 +184,12 @@ class Unit:
 
     def owned_views(self, flat: Tensor) -> list[Tensor]:
         """Return each member's part of a flat buffer of the owned range, in the shape of its master."""
-        parts = _owned_parts(flat, self.layout, self.index)
-        return [part.view(item.master.shape) for part, item in zip(parts, self.trained, strict=True)]
+        places = zip(self._owned_places, self.trained, strict=True)
+        return [flat[start:stop].view(item.master.shape) for (start, stop), item in places]
+
+    @functools.cached_property
+    def _owned_places(self) -> list[tuple[int, int]]:
+        return _owned_places(self.layout, self.index)
 
 
 def follow(unit: Unit) -> None:
@@ -405,8 +410,8 @@ def _unit(
         # What a forward pass gathers is copied from host memory where the owned range lies there.
         owned = outgoing if is_split and offload is Offload.all else on_device()
     trained = []
-    for at, part in zip(layout.members, _owned_parts(masters, layout, index), strict=True):
-        parameter = parameters[at.name]
+    for at, (first, last) in zip(layout.members, _owned_places(layout, index), strict=True):
+        parameter, part = parameters[at.name], masters[first:last]
         start, stop = layout.part_of(at, index)
         # Where all of a parameter is this rank's, nothing is gained by taking its shape away.
         master = part.view(parameter.shape) if stop - start == at.size else part
@@ -435,15 +440,15 @@ def _in_memory(unit: Unit, state: UnitState) -> Unit:
     return replace(_with_state(unit, state), outgoing=outgoing)
 
 
-def _owned_parts(flat: Tensor, layout: UnitLayout, index: int) -> list[Tensor]:
-    """Return what each member has in a flat buffer of the range `index`, one-dimensional."""
+def _owned_places(layout: UnitLayout, index: int) -> list[tuple[int, int]]:
+    """Return where each member lies in a flat buffer of the range `index`: from which element to which."""
     begin, _ = layout.range_of(index)
-    parts = []
+    places = []
     for at in layout.members:
         start, stop = layout.part_of(at, index)
         first = at.begin + start - begin if start < stop else 0
-        parts.append(flat[first : first + stop - start])
-    return parts
+        places.append((first, first + stop - start))
+    return places
 
 
 @torch.no_grad()
