@@ -464,7 +464,12 @@ class NodeGroup:
             room = self._free_room() if is_full and len(text.encode()) <= _ROOM_BYTES else None
             if room is None:
                 raise
-            _write_over(room, text)
+            try:
+                _write_over(room, text)
+            except OSError as full:
+                # On copy-on-write file systems what a file holds takes new room, too.
+                full.filename = str(place)
+                raise
             return room
         if is_needed:
             self._keep_room()

@@ -127,6 +127,14 @@ class Leader:
             else:
                 self._refuse(0, rival)
             return
+        if self._was_cancelled_before():
+            words = (
+                f"{context.run.name} was cancelled, and Slurm started its job again all the same; "
+                f"`orchestra resume {context.run.name}` goes on"
+            )
+            start_failed(context, EXIT_STOPPED, words)
+            self._order_end(0, EXIT_STOPPED, words)
+            return
         if is_warned:
             self._order_end(0, *called_off(context))
             return
@@ -152,6 +160,21 @@ class Leader:
         with contextlib.suppress(LauncherError, OSError):
             context.scheduler.withdraw(for_good=False)
         self._start(0, nodes, members, wait_s=0.0)
+
+    def _was_cancelled_before(self) -> bool:
+        """Tell whether an earlier start of this job led the newest attempt, and it was cancelled: Slurm may
+        have queued the job again at the same time. Only `orchestra resume` goes on then, with another job.
+        """
+        context, facts = self._context, self._context.scheduler.facts()
+        starts = read_events(context.run, ("attempt_started",))
+        last = history.last_attempt(starts)
+        before = next((event for event in reversed(starts) if event["attempt"] == last), {})
+        if last is None or not facts.get("job_start") or before.get("job") != facts.get("job"):
+            return False
+        is_earlier = before.get("job_start") != facts["job_start"]
+        return is_earlier and any(
+            request.reason == stop_requests.CANCEL for request in requests_of(context, last)
+        )
 
     def _end_unstarted(self, members: dict[int, GroupMember]) -> None:
         """End this start of the job, whose nodes do not suffice: the run goes on in another one, or is over.

@@ -64,7 +64,8 @@ def as_name(needed: Record, texts: dict[str, str], most: int) -> str | None:
 
 def other_place(error: OSError) -> str:
     """Return what to do where a run's directory cannot be made; a disk may lack files as well as bytes."""
-    room = "make room there (`df` tells of bytes, `df -i` of files), or " if error.errno in FULL else ""
+    tools = "`df` tells of bytes, `df -i` of files, `quota` of what is yours"
+    room = f"make room there ({tools}), or " if error.errno in FULL else ""
     return f"{room}choose another run.dir"
 
 
@@ -176,11 +177,16 @@ class JsonLinesWriter:
         """Append one record. Floats keep full precision (`repr`); non-finite ones become null."""
         line = json.dumps(finite_or_null(record), separators=(",", ":"), allow_nan=False).encode() + b"\n"
         with self._lock:
-            written = os.write(self._fd, line)
+            try:
+                written = os.write(self._fd, line)
+            except OSError as error:
+                # A descriptor has no name.
+                error.filename = str(self._path)
+                raise
             if written < len(line):
                 # The disk is full: take the part back, or the next record would end up inside it.
                 os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
 
     def write_or_keep(self, record: Record) -> None:
         """Append one record after those that are kept, and keep it where the disk takes none: whoever writes

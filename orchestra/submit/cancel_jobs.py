@@ -256,6 +256,13 @@ def _ask(plan: Cancellation, at_once: bool) -> None:
     try:
         stop_requests.write_request(plan.run, plan.attempt, stop_requests.CANCEL, at_once=at_once)
     except OSError as error:
+        is_gone = False
+        with contextlib.suppress(OSError):
+            is_gone = not plan.run.has_records()
+        if is_gone:
+            raise OrchestraError(
+                f"{plan.run.path} was removed or renamed; what may still train it ends within a minute"
+            ) from error
         raise OrchestraError(
             f"{plan.name} could not be asked to stop: {plan.run.control}: {error.strerror}; send "
             "SIGTERM to the process that leads it"

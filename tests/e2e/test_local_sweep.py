@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -79,6 +81,34 @@ def test_a_sweep_that_is_cancelled_begins_no_member_that_waits_and_tells_changed
     orchestra(tmp_path, *words_of_resume)
     (status,) = json.loads(orchestra(tmp_path, "status", "grid", "--json").stdout)
     assert [member["overrides"] for member in status["members"]] == [["optim.lr=5e-2"], ["optim.lr=0.001"]]
+
+
+def test_members_that_are_removed_cost_the_others_nothing(tmp_path: Path) -> None:
+    sweep = ("run", "-m", *ONE_RANK, "train.steps=40", "train.seed=1,2,3", PACE)
+    command = subprocess.Popen(
+        words(*sweep),
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        first, waiting, last = (RunDir(tmp_path / "runs" / "grid" / name) for name in ("000", "001", "002"))
+        assert eventually(lambda: first.metrics.exists() and len(read_metrics(first)) > 3, 90)
+        shutil.rmtree(waiting.path)
+        assert eventually(lambda: last.metrics.exists() and len(read_metrics(last)) > 3, 90)
+        shutil.rmtree(first.path)
+        output, errors = command.communicate(timeout=60)
+    finally:
+        if command.poll() is None:
+            command.terminate()
+            command.wait(60)
+    assert command.returncode == 1, output + errors
+    assert errors == ""
+    assert re.search("grid/002 +finished", output)
+    assert [row["step"] for row in read_metrics(last)] == list(range(1, 41))
+    assert "`orchestra run -m …`" in orchestra(tmp_path, "resume", "grid", code=2).stderr
 
 
 def test_one_signal_saves_what_trains_and_resume_goes_on_with_the_rest(tmp_path: Path) -> None:

@@ -103,6 +103,19 @@ def test_preempted_and_requeued_by_hand_it_goes_on_until_it_is_cancelled(cluster
     assert [event["reason"] for event in run.events("requeued")] == ["preempted", "requeued in Slurm"]
 
 
+@pytest.mark.timeout(240)
+def test_a_cancelled_run_whose_job_slurm_starts_again_does_not_train(cluster: Site) -> None:
+    run = cluster.submit_run("cancelled-and-requeued", *ENDLESS)
+    run.wait_for_step(1)
+    cluster.orchestra("cancel", "cancelled-and-requeued")
+    cluster.run("scontrol", "requeue", run.job)
+    cluster.start_again_now(run.job)
+    run.assert_job_ends("FAILED", "75:0")
+    assert [start["attempt"] for start in run.events("attempt_started")] == [0]
+    state = run.status()
+    assert (state["state"], "was cancelled" in state["cause"]) == ("stopped", True)
+
+
 @pytest.mark.timeout(150)
 def test_a_warning_before_the_first_attempt_puts_the_job_back_into_the_queue(cluster: Site) -> None:
     script = cluster.shared / "late.sh"

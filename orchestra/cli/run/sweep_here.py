@@ -165,7 +165,9 @@ def _tell_results(ledger: SweepLedger, code: int | None, arguments: Namespace) -
 def _metric(ledger: SweepLedger) -> str:
     from orchestra.run.config_file import read_config
 
-    return read_config(runs_of(ledger)[0].config).run.metric
+    # It is the same in all of them, and somebody may have removed one.
+    there = [run for run in runs_of(ledger) if run.config.exists()]
+    return read_config((there or runs_of(ledger))[0].config).run.metric
 
 
 def _print_plan(action: SweepAction, arguments: Namespace) -> int:

@@ -72,7 +72,8 @@ def train_members(
         while children or (waiting and not received):
             while waiting and free and not received:
                 run = waiting.pop(0)
-                if _cancels(run) - old[run.path]:
+                # Cancelled, removed or renamed while it waited for its turn.
+                if _cancels(run) - old[run.path] or not run.has_records():
                     ended(run)
                     continue
                 share = free.pop(0)

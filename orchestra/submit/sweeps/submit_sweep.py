@@ -296,17 +296,20 @@ def resumed_members(member_states: Sequence[MemberRun], changes: MemberChanges) 
 def _resumed_member(existing: MemberRun, changes: MemberChanges) -> ResumedMember:
     member, run = existing.member, existing.run
     attempt = next_attempt_number(run, last_attempt(read_events(run)))
-    is_gone = not run.path.exists()
+    # Whoever still wrote into a removed or renamed run made its folder anew, without what it begins with.
+    is_gone = not run.config.exists()
     is_new = member.adopted is not None or is_gone
     if not changes.overrides and not is_new:
         return ResumedMember(member, attempt, num_jobs=existing.num_jobs)
     before = changes.composed.get(member.signature) if is_new else None
+    if is_gone and member.adopted is None and run.path.exists():
+        raise ConfigError(
+            f"{run.path} was removed or renamed, and what was written since lies there alone; remove it, or "
+            f"move its checkpoints to where the run is now, then {_made_anew(changes)}"
+        )
     if before is None and is_gone:
         what = "" if member.adopted is None else ", which this sweep took over,"
-        raise ConfigError(
-            f"{run.path}{what} is gone; submit the sweep again with its own values "
-            f"(`orchestra submit -m …`), which makes it anew"
-        )
+        raise ConfigError(f"{run.path}{what} is gone; {_made_anew(changes)}")
     number = 0 if is_new else attempt
     frozen = config = without_past_faults(before or read_config(run.config), number)
     if changes.overrides:
@@ -319,6 +322,12 @@ def _resumed_member(existing: MemberRun, changes: MemberChanges) -> ResumedMembe
         if changes.site is not None:
             config = fitted(config, changes.site, checks_memory=changes.checks_memory)
     return ResumedMember(member, number, config, is_new, existing.num_jobs)
+
+
+def _made_anew(changes: MemberChanges) -> str:
+    """Return how a member is made anew that is gone."""
+    verb = "run" if changes.site is None else "submit"
+    return f"{verb} the sweep again with its own values (`orchestra {verb} -m …`), which makes it anew"
 
 
 def submit_resumed(resume: SweepResume, command: Sequence[str]) -> tuple[SweepLedger, SubmitOutcome]:

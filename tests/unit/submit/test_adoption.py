@@ -165,3 +165,27 @@ def test_a_member_whose_folder_was_removed_is_made_anew_by_the_sweep_alone(
     orchestra(*words, "train.seed=1,2")
     assert sweep.member(1).config.exists()
     assert [len(read_record(sweep.member(index))["jobs"]) for index in (0, 1)] == [2, 1]
+
+
+def test_what_was_written_into_a_removed_member_is_told_and_in_no_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, orchestra: CommandLine, fake_slurm: FakeSlurm
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    fake_slurm.put("sinfo", 'echo "main*|up|infinite|4|8|idle|(null)"')
+    fake_slurm.put("scontrol", 'echo "MaxArraySize = 1001"')
+    fake_slurm.put("sbatch", "echo 7")
+    words = ("submit", "-m", "cluster=slurm", "cluster.device=cpu", "cluster.gpus_per_node=1", "run.name=s")
+    orchestra(*words, "train.seed=1,2")
+    sweep = SweepDir(tmp_path / "runs" / "s")
+    forget_claim(sweep)
+    for index in (0, 1):
+        finish(sweep.member(index), code=1)
+    shutil.rmtree(sweep.member(1).path)
+    # Its ranks went on for half a minute.
+    sweep.member(1).checkpoints.mkdir(parents=True)
+    for command in (("resume", "s"), (*words, "train.seed=1,2")):
+        assert "s/001 was removed or renamed" in orchestra(*command, code=2).err
+    sweep.member(1).checkpoints.rmdir()
+    sweep.member(1).path.rmdir()
+    orchestra(*words, "train.seed=1,2")
+    assert [len(read_record(sweep.member(index))["jobs"]) for index in (0, 1)] == [2, 1]
