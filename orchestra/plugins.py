@@ -25,6 +25,8 @@ from conf.schema import Config, DataConfig
 from orchestra.errors import ConfigError
 
 _TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+# What the answer of `orchestra.train.check_plugins` begins with among all that its process prints.
+ANSWER = "plug-ins of orchestra: "
 # Similarity below which a suggestion would rather mislead (difflib's ratio).
 _LIKENESS = 0.6
 

@@ -26,7 +26,7 @@ from conf.schema import (
     PrecisionConfig,
     TrainConfig,
 )
-from orchestra.plugins import named_in, spelling_problem
+from orchestra.plugins import ANSWER, named_in, spelling_problem
 from orchestra.run.config_file import plain_values, write_config
 from orchestra.run.paths import RunDir, SweepDir
 
@@ -127,8 +127,10 @@ def _asked(_: str, kept: _Kept, copies: tuple[str, ...]) -> PluginFacts:
             )
         except subprocess.TimeoutExpired:
             return PluginFacts((f"{names}: importing and trying it took longer than {_LIMIT_S:.0f} s",))
+    # What a plug-in prints, at its end too, stands around it.
+    lines = [line.removeprefix(ANSWER) for line in done.stdout.splitlines() if line.startswith(ANSWER)]
     try:
-        answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        answer: dict[str, Any] = json.loads(lines[-1])
     except (IndexError, ValueError):
         last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
         return PluginFacts((f"{names}: the process that tried it ended without an answer: {last[0]}",))

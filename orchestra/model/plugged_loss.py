@@ -93,7 +93,8 @@ class _ChunkedLoss(torch.autograd.Function):
                         f"train.loss returned the shape {list(losses_C.shape)} for logits of "
                         f"{list(wide_CV.shape)}; return one loss for each token, {list(taken.shape)}"
                     )
-                losses_C = torch.where(taken, losses_C, 0.0)
+                # Of any precision: a sum in 16 bits would be rounded, or none.
+                losses_C = torch.where(taken, losses_C.to(total.dtype), 0.0)
                 summed = losses_C.sum()
             total += summed.detach() * scale
             if token_losses_T is not None:

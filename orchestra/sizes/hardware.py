@@ -38,7 +38,9 @@ class Hardware:
     num_processors: int | None = None
 
 
-UNKNOWN = Hardware("unknown", source="no figures: MFU is null and the planner asks for cluster.peak_tflops")
+UNKNOWN = Hardware(
+    "unknown", source="no figures: MFU is null without cluster.peak_tflops, and the planner cannot predict"
+)
 
 
 def _peaks(fp32: float, half: float, fp8: float | None = None) -> dict[str, float]:

@@ -3,7 +3,7 @@
 `python -m orchestra.train.check_plugins CONFIG.yaml` imports each, compares its options with its signature,
 and tries the optimizer on small parameters: whether a step can be taken, what its state takes, and whether
 its updates of parts of a parameter are those of the whole. Of a source of data it reads samples, of a layer
-it takes the passes without values. It prints the answer as JSON, the last line of its output. Called by
+it takes the passes without values. It prints the answer as JSON in a line of its own. Called by
 `orchestra.config.plugin_facts`, so that the commands import neither torch nor a plug-in.
 """
 
@@ -28,7 +28,7 @@ from orchestra.errors import ConfigError, DataError, OrchestraError
 from orchestra.model.transformer import MakeBlock, initial_normal_of
 from orchestra.optim.adamw import Trained
 from orchestra.optim.plugged import PluggedOptimizer, gather_nothing
-from orchestra.plugins import Plugin, load, named_in, one_line, option_problems
+from orchestra.plugins import ANSWER, Plugin, load, named_in, one_line, option_problems
 from orchestra.precision.policies import policy
 from orchestra.run.config_file import read_config
 from orchestra.sizes.flops import head_dim
@@ -108,11 +108,13 @@ def look_at(config: Config) -> PluginFinding:
 
 
 def _layer_problems(plugin: Plugin, config: Config) -> list[str]:
-    """Make all layers on the meta device, as ranks do, and try the first and the last one on tensors that
-    have shapes and no values.
+    """Make all layers on the meta device, as ranks do, and try the first one of each kind and the last one
+    on tensors that have shapes and no values.
     """
     said, num_layers = f"{plugin.key}={plugin.target}", config.model.num_hidden_layers
     make, known = make_block(config), set[Tensor]()
+    # By what a layer consists of: a model may have several kinds, in any order.
+    first_of: dict[Any, int] = {}
     try:
         for number in range(num_layers):
             with torch.device("meta"):
@@ -120,9 +122,12 @@ def _layer_problems(plugin: Plugin, config: Config) -> list[str]:
             if wrong := _wrong_tensors(layer, known):
                 return [f"{said}: layer {number} {wrong}"]
             known |= set(layer.parameters())
+            parts = [(name, type(part)) for name, part in layer.named_modules()]
+            shapes = [(name, parameter.shape) for name, parameter in layer.named_parameters()]
+            first_of.setdefault((*parts, *shapes), number)
     except Exception as error:  # noqa: BLE001  a plug-in may raise anything
         return [f"{said}: making a layer failed: {one_line(error)}"]
-    for number in sorted({0, num_layers - 1}):
+    for number in sorted({*first_of.values(), num_layers - 1}):
         try:
             wrong = _wrong_passes(make, number, config)
         except Exception as error:  # noqa: BLE001
@@ -213,6 +218,8 @@ def _tried(plugin: Plugin, called: Callable[..., Any], optim: OptimConfig) -> Pl
         return PluginFinding(
             [f"{plugin.key}={plugin.target}: a step on small parameters failed: {one_line(error)}"]
         )
+    if wrong := _goes_on_otherwise(whole, make, optim):
+        return PluginFinding([f"{plugin.key}={plugin.target}: {wrong}"])
     matrix = next(iter(optimizer.state))
     state_bytes = sum(tensor.nbytes for tensor in optimizer.state[matrix].values() if tensor.dim())
 
@@ -232,6 +239,25 @@ def _tried(plugin: Plugin, called: Callable[..., Any], optim: OptimConfig) -> Pl
         return dataclasses.replace(found, gathers=True)
     parts = differs([[(_MATRIX, 0, _CUT)], [(_MATRIX, _CUT, 60), (_GAIN, 0, 7)]], is_whole=False)
     return dataclasses.replace(found, parts_problem=parts)
+
+
+def _goes_on_otherwise(whole: list[Tensor], make: Callable[..., Any], optim: OptimConfig) -> str | None:
+    """Return what is wrong with an optimizer that is made anew before the last step, from what checkpoints
+    hold of it; None where it goes on as it did when it was left alone.
+    """
+    if not all(bool(tensor.isfinite().all()) for tensor in whole):
+        return f"after {_STEPS} steps small parameters were not finite"
+    try:
+        again, _ = _updated([[(_MATRIX, 0, 60), (_GAIN, 0, 7)]], make, optim, is_whole=True, is_resumed=True)
+    except Exception as error:  # noqa: BLE001  a plug-in may raise anything
+        return f"going on from its state failed: {one_line(error)}"
+    pairs = zip(whole, again, strict=True)
+    if all(torch.allclose(ours, theirs, rtol=_RTOL, atol=_ATOL) for ours, theirs in pairs):
+        return None
+    return (
+        "made anew from its state it takes another step than the one that went on; keep what it remembers in "
+        "state[parameter], or as numbers in its groups: nothing else is saved"
+    )
 
 
 def _loss_problems(plugin: Plugin, called: Callable[..., Any]) -> list[str]:
@@ -266,8 +292,12 @@ def _updated(
     optim: OptimConfig,
     *,
     is_whole: bool,
+    is_resumed: bool = False,
 ) -> tuple[list[Tensor], PluggedOptimizer]:
-    """Take some steps with an optimizer for each rank's elements; return the parameters, and the last one."""
+    """Take some steps with an optimizer for each rank's elements; return the parameters, and the last one.
+
+    `is_resumed`: before the last step each is made anew, as in an attempt that restores it.
+    """
     random = torch.Generator().manual_seed(0)
     wholes = {name: torch.randn(shape, generator=random) for name, shape in (_MATRIX, _GAIN)}
     settings = dataclasses.replace(optim, lr=0.01)
@@ -278,10 +308,15 @@ def _updated(
             part = wholes[name].view(-1)[start:stop]
             master = part.view(shape) if stop - start == wholes[name].numel() else part
             trained.append(Trained(name, wholes[name], master, start, stop))
-        optimizer = PluggedOptimizer(trained, settings, make, is_whole=is_whole)
-        optimizer.prepare(lambda _: gather_nothing, lambda value: [value])
-        optimizers.append((optimizer, trained))
+        optimizers.append((_prepared(trained, settings, make, is_whole=is_whole), trained))
     for step in range(1, _STEPS + 1):
+        if is_resumed and step == _STEPS:
+            optimizers = [
+                (_restored(optimizer, _prepared(trained, settings, make, is_whole=is_whole)), trained)
+                for optimizer, trained in optimizers
+            ]
+        # What it draws is restored too.
+        torch.manual_seed(step)
         gradients = {name: torch.randn(shape, generator=random) for name, shape in (_MATRIX, _GAIN)}
         for optimizer, trained in optimizers:
             optimizer.begin_step(step, torch.ones(()), torch.zeros((), dtype=torch.bool))
@@ -293,5 +328,25 @@ def _updated(
     return list(wholes.values()), optimizers[-1][0]
 
 
+def _prepared(
+    trained: Sequence[Trained], optim: OptimConfig, make: Callable[..., Any], *, is_whole: bool
+) -> PluggedOptimizer:
+    optimizer = PluggedOptimizer(trained, optim, make, is_whole=is_whole)
+    optimizer.prepare(lambda _: gather_nothing, lambda value: [value])
+    return optimizer
+
+
+def _restored(before: PluggedOptimizer, anew: PluggedOptimizer) -> PluggedOptimizer:
+    """Give a new optimizer what a checkpoint holds of the one before; return it."""
+    for master, state in before.state.items():
+        for name, value in state.items():
+            anew.state[master][name].copy_(value)
+    anew.num_updates = before.num_updates
+    anew.restored(json.loads(json.dumps(before.values())))
+    return anew
+
+
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(dataclasses.asdict(look_at(read_config(Path(sys.argv[1]))))) + "\n")
+    answer = json.dumps(dataclasses.asdict(look_at(read_config(Path(sys.argv[1])))))
+    # A line of its own, whatever was printed without an end of line.
+    sys.stdout.write(f"\n{ANSWER}{answer}\n")

@@ -92,6 +92,11 @@ _BOUNDS: dict[str, tuple[int | None, int | None]] = {
     "cluster.spare_nodes": (0, None),
     "cluster.max_switches": (1, None),
     "cluster.segment": (1, None),
+    # In TFLOP/s, bytes/s and bytes/s: 989e12 and 50 are slips of the unit.
+    "cluster.peak_tflops": (None, 10**6),
+    "cluster.network.intra_node_bytes_per_s": (10**4, 10**15),
+    "cluster.network.inter_node_bytes_per_s": (10**4, 10**15),
+    "cluster.disk_bytes_per_s": (10**4, 10**15),
     "cluster.gpus_per_node": (None, 1024),
     "recovery.max_restarts": (0, 10**6),
     "recovery.min_nodes": (1, None),
@@ -202,7 +207,8 @@ def rule_sizes(config: Config, _: Situation) -> Iterator[str]:
         value = attrgetter(name)(config)
         if not isinstance(value, (int, float)):
             continue
-        if least is not None and value < least:
+        # What is not above 0 where it must be rule_numbers tells.
+        if least is not None and value < least and not (name in _POSITIVE and value <= 0):
             yield f"{name}={value} is too small; use {least} or more"
         limit = _LARGEST_INTEGER if most is None else most
         # Infinity is no number of any size; rule_numbers says so.

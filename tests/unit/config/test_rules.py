@@ -190,7 +190,10 @@ def test_numbers_outside_their_bounds_are_refused_even_those_that_no_float_can_h
     assert "is too large" in problem
     if least is not None:
         (problem,) = value_rules.rule_sizes(changed({name: least - 1}), PLAN)
-        assert problem == f"{name}={least - 1} is too small; use {least} or more"
+        assert problem.startswith(f"{name}={least - 1}")
+        assert problem.endswith(f" is too small; use {least} or more")
+    if least is not None and name not in value_rules._POSITIVE:
+        # A key of whole numbers.
         assert problems_of(resolved(changed({name: 10**400}), CPU), CPU)
 
 

@@ -110,6 +110,18 @@ class Last(Wider):
         return out[:1] if self.is_last else out
 
 
+class Middle(Wider):
+    """One layer between others is of another kind, and wrong."""
+
+    def __init__(self, model: ModelConfig, *, layer_number: int) -> None:
+        super().__init__(model, layer_number=layer_number)
+        self.other = nn.LayerNorm(model.hidden_size) if layer_number == 1 else None
+
+    def forward(self, x_BSE: Tensor, rotary: Any, documents: Any) -> Tensor:
+        out = super().forward(x_BSE, rotary, documents)
+        return out if self.other is None else self.other(out)[:1]
+
+
 def not_a_layer(model: ModelConfig) -> Any:
     return model.name
 
@@ -132,6 +144,7 @@ def config_of(name: str, precision: PrecisionName = PrecisionName.fp32, **option
         ("Wide", ["returned [2, 8, 16] of torch.float32 for [2, 8, 16] of torch.bfloat16"]),
         ("Remembering", ["failed in its forward or backward pass", "meta"]),
         ("Last", ["layer 2 returned [1, 8, 16]"]),
+        ("Middle", ["layer 1 returned [1, 8, 16]"]),
         ("Unsure", ["gives gate the mean 0.0 and the standard deviation -1.0"]),
         ("not_a_layer", ["layer 0 is a str; return a torch.nn.Module"]),
     ],

@@ -232,6 +232,36 @@ def test_a_try_tells_whether_some_parameters_may_be_trained_alone(target: str, i
     assert (found.apart_problem is None) is is_alone
 
 
+class CountsByItself(torch.optim.SGD):
+    """Remembers what no checkpoint holds."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+        self.count = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.count += 1
+        for group in self.param_groups:
+            group["lr"] /= self.count
+        return super().step(closure)
+
+
+class MakesNans(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # noqa: ARG002
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.div_(0.0 * parameter)
+
+
+@pytest.mark.parametrize(
+    ("target", "sentence"), [("CountsByItself", "nothing else is saved"), ("MakesNans", "were not finite")]
+)
+def test_a_try_tells_what_would_not_go_on_as_it_was(target: str, sentence: str) -> None:
+    (problem,) = look_at(Config(optim=OptimConfig(target=f"{HERE}:{target}"))).problems
+    assert sentence in problem
+
+
 def test_a_state_of_another_shape_is_refused_where_ranks_have_parts() -> None:
     trained, optim = trained_of((4, 6)), OptimConfig(target="torch.optim:Adafactor")
     optimizer = PluggedOptimizer(trained, optim, torch.optim.Adafactor, is_whole=False)
@@ -254,3 +284,20 @@ def test_a_plugged_loss_makes_no_gradients_where_none_are_wanted() -> None:
     trained = PluggedLoss(losses)(hidden, weight, torch.arange(4), token_losses=of_tokens)
     assert (wants, float(evaluated)) == ([False, True], float(trained.detach()))
     assert torch.equal(of_tokens, F.cross_entropy(hidden @ weight.T, torch.arange(4), reduction="none"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_losses_of_tokens_are_summed_in_fp32(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(12_000, 4), torch.randn(300, 4)
+    targets = torch.randint(0, 300, (12_000,))
+
+    def losses(logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits, targets, reduction="none").to(dtype)
+
+    def exact(logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits, targets, reduction="none")
+
+    found, expected = (PluggedLoss(each)(hidden, weight, targets) for each in (losses, exact))
+    assert found.dtype is torch.float32
+    assert float(found) == pytest.approx(float(expected), rel=1e-3 if dtype is torch.bfloat16 else 1e-5)

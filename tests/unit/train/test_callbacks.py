@@ -98,6 +98,7 @@ def without_gradient(logits: Tensor, targets: Tensor) -> Tensor:
         (config_of("Silent"), "without on_step|has no on_step"),
         (config_of("Half"), "has one of state_dict"),
         (config_of("Giving", Giving={"odd": float("nan")}), "is no JSON"),
+        (config_of("Giving", Giving={"odd": [{3: 1}]}), "is no JSON .key 3 is no text"),
         (config_of("Silent", Silent={"valeu": 1}), "did you mean value"),
         (config_of(loss="no_tensor"), "returned a float for logits"),
         (config_of(loss="summed"), r"returned \[\] for logits of \[4, 7\]; return one loss for each token"),
