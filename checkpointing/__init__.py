@@ -27,9 +27,10 @@ What users call:
 How it works:
     box                 the part of a tensor: offsets and shape
     plans               who writes and who reads what
-    save, restore       from tensors to files and the manifest; from the manifest to shards of another layout
+    saving/             from tensors to files and the manifest, and what a save outdates
+    restore             from the manifest to shards of another layout
     transfer            the bytes of a restore on their way between ranks
-    checksums, shard_digest   of chunks and files; of whole tensors, however they are cut
+    integrity/          checksums of chunks and files; digests of whole tensors, however they are cut
 
 <place>/step-00000100/
 ├── manifest.json                every tensor's shape, dtype and chunks, every file's size and checksum, the

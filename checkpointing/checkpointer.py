@@ -21,7 +21,7 @@ from checkpointing.options import Event, Options, Phase, no_event, no_fault
 from checkpointing.outages import OutagePatience
 from checkpointing.peers import Peers
 from checkpointing.restore import Places, RestoredCheckpoint, restore
-from checkpointing.save import Saver
+from checkpointing.saving.save import Saver
 from checkpointing.shards import Shard
 from checkpointing.storage import open_storage
 from checkpointing.storage.local import LocalStorage

@@ -16,9 +16,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from checkpointing import checksums
 from checkpointing.box import ITEM_BYTES, Box, overlapping
 from checkpointing.checkpoint_errors import DamagedError, NewerVersionError
+from checkpointing.integrity import checksums
 from checkpointing.lineage import Base
 
 MANIFEST = "manifest.json"

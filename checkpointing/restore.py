@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpointing import catalog, checksums
+from checkpointing import catalog
 from checkpointing import manifest as manifests
 from checkpointing.catalog import OffLine, StoredCheckpoint
 from checkpointing.checkpoint_errors import (
@@ -29,6 +29,7 @@ from checkpointing.checkpoint_errors import (
     SupersededError,
     UnreachableError,
 )
+from checkpointing.integrity import checksums
 from checkpointing.lineage import Lineage
 from checkpointing.manifest import Manifest
 from checkpointing.options import Phase, no_fault

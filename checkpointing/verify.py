@@ -14,13 +14,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
-from checkpointing import catalog, checksums
+from checkpointing import catalog
 from checkpointing.box import ITEM_BYTES, Box, contiguous_parts
 from checkpointing.catalog import StoredCheckpoint
 from checkpointing.checkpoint_errors import DamagedError, NoCheckpointError, StorageError
+from checkpointing.integrity import checksums
+from checkpointing.integrity.shard_digest import part_digest
 from checkpointing.manifest import Manifest
 from checkpointing.plans import NamedChunk, grouped
-from checkpointing.shard_digest import part_digest
 from checkpointing.storage import Storage
 
 # How a file is cut into blocks: its chunks, the pieces of large chunks, and the gaps between them. Pure.

@@ -23,16 +23,17 @@ from typing import Any, cast
 
 import torch
 
-from checkpointing import catalog, checksums
+from checkpointing import catalog
 from checkpointing.box import ITEM_BYTES, Box, contiguous_parts
 from checkpointing.catalog import Draft
 from checkpointing.checkpoint_errors import CheckpointError, MismatchError, StorageError
 from checkpointing.dcp.dcp_folder import DcpChunk, DcpFolder, open_dcp
 from checkpointing.dcp.loop_state import LoopState, loop_state, steps_in
+from checkpointing.integrity import checksums
+from checkpointing.integrity.shard_digest import part_digest
 from checkpointing.lineage import Base
 from checkpointing.manifest import Chunk, File, Manifest, Tensor
 from checkpointing.plans import Image, TensorPiece, grouped, image
-from checkpointing.shard_digest import part_digest
 from checkpointing.shards import as_bytes
 from checkpointing.storage import Storage, open_storage
 

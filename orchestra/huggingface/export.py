@@ -22,11 +22,11 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from checkpointing import checksums
 from checkpointing.box import ITEM_BYTES, Box
 from checkpointing.catalog import step_name
 from checkpointing.checkpoint_errors import DamagedError
-from checkpointing.checksums import Buffer
+from checkpointing.integrity import checksums
+from checkpointing.integrity.checksums import Buffer
 from checkpointing.manifest import Chunk, Manifest
 from checkpointing.plans import Image, TensorPiece, grouped, image
 from checkpointing.storage import Storage

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpointing import checksums
+from checkpointing.integrity import checksums
 from checkpointing.shards import Shard, torch_dtype
 
 # Set by the agent: the folder of this run on this node.

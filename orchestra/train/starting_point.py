@@ -25,7 +25,7 @@ from checkpointing.manifest import Manifest
 from checkpointing.peers import Peers
 from checkpointing.plans import grouped
 from checkpointing.restore import RestoredCheckpoint, fetch
-from checkpointing.retention import is_same_score
+from checkpointing.saving.retention import is_same_score
 from checkpointing.shards import Shard, torch_dtype
 from conf.schema import ModelConfig, RollBackConfig
 from orchestra.errors import DataError, TrainingError, UnusableCheckpointError

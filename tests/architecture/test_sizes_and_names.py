@@ -16,8 +16,6 @@ from source_tree import ROOT, functions, modules, python_files, tree_of
 MAX_FILE_LINES = 700
 MAX_FUNCTION_LINES = 60
 MAX_MODULES = 16
-# A library whose words are all its own.
-MAX_MODULES_OF = {"checkpointing": 18}
 # Those that keep torch, Hydra and wandb out of commands that do not need them.
 MAX_INNER_IMPORTS_PER_1000_LINES = 2.0
 NAMES_THAT_SAY_NOTHING = {"utils", "util", "common", "helpers", "helper", "misc", "base"}
@@ -50,7 +48,7 @@ def test_folders_hold_few_modules() -> None:
     counts = Counter(
         name(module.path.parent) for module in modules().values() if module.path.name != "__init__.py"
     )
-    full = {folder for folder, count in counts.items() if count > MAX_MODULES_OF.get(folder, MAX_MODULES)}
+    full = {folder for folder, count in counts.items() if count > MAX_MODULES}
     assert sorted(full) == [], f"at most {MAX_MODULES} modules a folder: divide it"
 
 

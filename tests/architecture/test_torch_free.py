@@ -15,7 +15,8 @@ HEAVY = ("torch", "wandb", "transformers")
 SLOW_TO_IMPORT = (*HEAVY, "hydra", "rich", "numpy", "pyarrow", "submitit")
 
 # The modules of checkpointing that hold tensors; all others serve commands too.
-HOLDING_TENSORS = ("shards", "peers", "save", "restore", "transfer", "checkpointer", "torch_state", "dcp")
+HOLDING_TENSORS = ("shards", "peers", "save", "staging", "restore", "transfer", "checkpointer")
+HOLDING_TENSORS += ("torch_state", "dcp")
 
 REPORT = "; print(*sorted({name.split('.')[0] for name in sys.modules}))"
 

@@ -15,9 +15,10 @@ import small_trainings
 import torch
 from small_trainings import EVEN, mesh_of
 
-from checkpointing import catalog, checksums
+from checkpointing import catalog
 from checkpointing.box import Box
-from checkpointing.shard_digest import part_digest
+from checkpointing.integrity import checksums
+from checkpointing.integrity.shard_digest import part_digest
 from checkpointing.shards import Shard, as_bytes, whole
 from checkpointing.storage import open_storage
 from conf.schema import (

@@ -21,7 +21,7 @@ from checkpointing.options import Options
 from checkpointing.outages import OutagePatience
 from checkpointing.peers import Peers
 from checkpointing.restore import Places, RestoredCheckpoint, WantedShards, restore
-from checkpointing.save import Saver
+from checkpointing.saving.save import Saver
 from checkpointing.shards import Shard, as_bytes
 from checkpointing.storage.local import LocalStorage
 

@@ -16,7 +16,7 @@ import pytest
 from attempts import EVERY, STEPS, attempt_of, config_of, events_of, kill_all, restored, rows
 from pool import RankPool, Ranks
 
-from checkpointing import checksums
+from checkpointing.integrity import checksums
 from conf.schema import ExpertPlacement, StateDType
 from launchers.memory_store.exchange import CopyPusher, CopyServer, bring_copies
 from launchers.memory_store.store import OWN, CopyStore, open_copy_store

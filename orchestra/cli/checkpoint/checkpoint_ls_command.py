@@ -30,7 +30,7 @@ from checkpointing.catalog import (
 from checkpointing.checkpoint_errors import CheckpointError, NewerVersionError
 from checkpointing.lineage import Lineage
 from checkpointing.manifest import Manifest
-from checkpointing.retention import remove_off_line
+from checkpointing.saving.retention import remove_off_line
 from checkpointing.storage import Storage, open_storage
 from conf.schema import Config
 from orchestra.cli.text import figures

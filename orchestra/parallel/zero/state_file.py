@@ -27,8 +27,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from checkpointing import checksums
-from checkpointing.save import aligned_memory
+from checkpointing.integrity import checksums
+from checkpointing.saving.staging import aligned_memory
 from checkpointing.storage.local import ALIGNMENT, open_scratch
 from orchestra.errors import TrainingError
 from orchestra.sizes.units import binary

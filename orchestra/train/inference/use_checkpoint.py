@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from checkpointing import checksums
 from checkpointing.box import Box
 from checkpointing.catalog import StoredCheckpoint, read_manifest
 from checkpointing.checkpoint_errors import CheckpointError, DamagedError
+from checkpointing.integrity import checksums
 from checkpointing.manifest import Manifest
 from checkpointing.storage import Storage, open_storage
 from conf.schema import Config, Device, PrecisionConfig, PrecisionName

@@ -28,13 +28,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from checkpointing import catalog, manifest, retention
+from checkpointing import catalog, manifest
 from checkpointing.catalog import StoredCheckpoint
 from checkpointing.checkpoint_errors import CheckpointError, SupersededError
 from checkpointing.lineage import AttemptBegin, Base, Lineage
 from checkpointing.manifest import File, Manifest
 from checkpointing.restore import Places, ReadFailure, _offers
-from checkpointing.retention import RetentionPolicy
+from checkpointing.saving import retention
+from checkpointing.saving.retention import RetentionPolicy
 from checkpointing.storage import Storage, open_storage
 from checkpointing.storage.local import LocalStorage
 

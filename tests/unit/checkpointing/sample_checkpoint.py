@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from checkpointing import catalog, checksums
+from checkpointing import catalog
 from checkpointing.box import Box
+from checkpointing.integrity import checksums
+from checkpointing.integrity.shard_digest import part_digest
 from checkpointing.lineage import Base
 from checkpointing.manifest import Chunk, File, Manifest, Tensor
 from checkpointing.plans import Image, TensorPiece, images, write_plan
-from checkpointing.shard_digest import part_digest
 from checkpointing.storage import Storage, open_storage
 
 Arrays = Mapping[str, npt.NDArray[Any]]

@@ -19,7 +19,7 @@ from checkpointing.catalog import StoredCheckpoint, remove_leftovers
 from checkpointing.checkpoint_errors import DamagedError, StorageError, SupersededError
 from checkpointing.lineage import AttemptBegin, Base, Lineage
 from checkpointing.manifest import MANIFEST, Manifest, decode, encode
-from checkpointing.retention import (
+from checkpointing.saving.retention import (
     CommittedCheckpoint,
     RetentionPolicy,
     prune,

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_boxes import cut_into
 
-from checkpointing import shard_digest as part_digest_module
 from checkpointing.box import Box
-from checkpointing.checksums import combined, state_digest, written
-from checkpointing.shard_digest import part_digest
+from checkpointing.integrity import shard_digest as part_digest_module
+from checkpointing.integrity.checksums import combined, state_digest, written
+from checkpointing.integrity.shard_digest import part_digest
 
 # Bytes per element, and a dtype that has them.
 WIDTHS = {1: "U8", 2: "BF16", 4: "F32", 8: "I64"}

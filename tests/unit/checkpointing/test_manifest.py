@@ -19,9 +19,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sample_checkpoint import write
 
-from checkpointing import checksums
 from checkpointing.box import overlapping
 from checkpointing.checkpoint_errors import DamagedError
+from checkpointing.integrity import checksums
 from checkpointing.manifest import MANIFEST, Manifest, decode, encode
 from checkpointing.storage.local import LocalStorage
 

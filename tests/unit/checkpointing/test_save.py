@@ -21,14 +21,15 @@ from support.waiting import eventually
 from test_peers import peers_of
 from torch import Tensor
 
-from checkpointing import catalog, save
+from checkpointing import catalog
 from checkpointing.checkpoint_errors import MismatchError, SaveFailedError, StorageError
 from checkpointing.checkpointer import Checkpointer
-from checkpointing.checksums import combined, written
+from checkpointing.integrity.checksums import combined, written
+from checkpointing.integrity.shard_digest import part_digest
 from checkpointing.options import Options, no_event, no_fault
 from checkpointing.peers import Peers
-from checkpointing.save import Saver
-from checkpointing.shard_digest import part_digest
+from checkpointing.saving import staging
+from checkpointing.saving.save import Saver
 from checkpointing.shards import Shard, as_bytes, whole
 from checkpointing.storage import WritableFile
 from checkpointing.storage.local import LocalStorage
@@ -275,7 +276,7 @@ def test_memory_that_cannot_be_had_fails_a_save_and_not_the_training(
     ranks.save_whole(1, cut_at(1000))
     ranks.each(lambda _, saver: saver.plan_anew())
     with monkeypatch.context() as without_memory:
-        without_memory.setattr(save, "aligned_memory", Mock(side_effect=MemoryError("no memory")))
+        without_memory.setattr(staging, "aligned_memory", Mock(side_effect=MemoryError("no memory")))
         for step in (2, 3):
             # Rank 1 has enough.
             assert eventually(lambda step=step: all(ranks.save(step, cut_at(3000))), limit_s=20)
@@ -293,7 +294,7 @@ def test_memory_that_suffices_is_used_again_for_other_shards(
     ranks.save_whole(1, cut_at(3000))
     ranks.each(lambda _, saver: saver.plan_anew())
     ranks.save_when_free(2, cut_at(1000))
-    monkeypatch.setattr(save, "aligned_memory", Mock(side_effect=MemoryError("no memory")))
+    monkeypatch.setattr(staging, "aligned_memory", Mock(side_effect=MemoryError("no memory")))
     for step, at in ((3, 3000), (4, 1000)):
         ranks.each(lambda _, saver: saver.plan_anew())
         ranks.save_when_free(step, cut_at(at))

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 from one_rank_attempts import STEPS, Attempt, begun, config_of, events, steps_of
 
-from checkpointing import catalog, outages, retention
+from checkpointing import catalog, outages
 from checkpointing.checkpoint_errors import StorageError
+from checkpointing.saving import retention
 from checkpointing.storage import open_storage
 from checkpointing.storage.local import LocalStorage
 from conf.schema import Config, WhenBusy
@@ -147,7 +148,7 @@ def test_a_place_that_stands_still_after_the_commit_does_not_undo_the_last_save(
 ) -> None:
     faults = Stalling(monkeypatch, tmp_path / "run", "before_prune", STEPS)
     attempt = begun(tmp_path / "run", 0, with_fallback(tmp_path), faults=faults)
-    monkeypatch.setattr("checkpointing.save._SETTLING_S", 0.2)
+    monkeypatch.setattr("checkpointing.saving.save._SETTLING_S", 0.2)
     attempt.save(STEPS, is_last=True, left_s=lambda: 15.0)
     assert steps_in_fallback(tmp_path) == []
     faults.goes_on.set()

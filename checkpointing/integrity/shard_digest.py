@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from checkpointing.box import ITEM_BYTES, Box
-from checkpointing.checksums import Buffer
+from checkpointing.integrity.checksums import Buffer
 
 _NUM_LANES = 2
 # Elements that are worked on at a time, so that they and their weights stay in the cache.
