@@ -77,7 +77,7 @@ class OptimConfig:
     eps: float = 1e-8
     # Largest global L2 norm of the gradient; null: no clipping.
     clip_norm: float | None = 1.0
-    # Share of the tokens in which schedule=wsd decays.
+    # Share of the tokens after the warm-up in which schedule=wsd decays.
     wsd_decay_fraction: float = 0.2
     batch_ramp_lr: RampRate = RampRate.none
     # Data type of both moments; bf16 is rounded stochastically. Masters are fp32 always.

@@ -349,7 +349,8 @@ def _context_s(case: PlanCase, attention: float, beyond_attention: float) -> flo
     A ring passes while pieces attend. orchestra gathers keys and values in two halves, of which the second
     comes while the first piece of queries attends: of the rank with the least to hide, one of 2·cp + 1 equal
     parts. It gathers for each of two passes (forward and backward, or forward twice), and its sum of
-    gradients is not hidden. Nor is the exchange of places for heads and back, once a pass.
+    gradients is not hidden. Nor is the exchange of places for heads and back, once a pass. Latents are
+    gathered once a forward pass, before keys and values are made of them, and nothing hides that.
     """
     if case.layout.cp == 1 or not case.framework.gathers_context:
         return max(0.0, beyond_attention)
@@ -358,6 +359,8 @@ def _context_s(case: PlanCase, attention: float, beyond_attention: float) -> flo
         once = case.network.all_to_all_s(_exchanged_bytes(case), group, case.device.link_bytes_per_s)
         return once * (2 if case.recompute is Recompute.none else 3)
     gathering = _keys_and_values_s(case)
+    if case.model.kv_lora_rank is not None:
+        return gathering * (2 if case.recompute is Recompute.none else 3)
     forward = attention / _PASSES / (2 * case.layout.cp + 1)
     hiding = (forward, forward if case.recompute is not Recompute.none else 2 * forward)
     return gathering + sum(gathering / 2 + max(0.0, gathering / 2 - hidden) for hidden in hiding)

@@ -19,6 +19,8 @@ from orchestra.sizes.topology import batch_ramp, warmup_steps
 
 # A rate that grows or shrinks more than this between two steps is no schedule's own doing, but for a warm-up.
 _MAX_JUMP = 1.5
+# Beside all of `optim`: with a ramp the rate follows the batches, which are given in tokens.
+_OF_SCHEDULE = ("train.steps", "train.tokens", "train.batch_ramp", "train.seq_len")
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,7 @@ def _arrow(rates: tuple[float, float]) -> str:
 
 
 def _moves_schedule(name: str) -> bool:
-    return name.startswith("optim.") or name in ("train.steps", "train.tokens")
+    return name.startswith("optim.") or name in _OF_SCHEDULE
 
 
 def _written(config: Config, name: str) -> str:

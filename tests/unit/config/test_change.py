@@ -7,6 +7,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rule_cases import Change, changed
@@ -199,6 +200,16 @@ def test_the_rate_stays_what_it_was_where_the_advice_is_followed(
     followed.refuse_jump(accepted=False)
     was, becomes = followed.rates or (0.0, 1.0)
     assert becomes == pytest.approx(was, rel=1e-5)
+
+
+def test_a_jump_that_a_ramp_makes_is_told_of_the_ramp() -> None:
+    stages = _RAMP["train.batch_ramp"]
+    later: Change = {"train.batch_ramp": [stages[0], {**stages[1], "global_batch_tokens": 65_536}]}
+    before, now = (
+        resolved(changed({"train.steps": 61, **_RAMP, **each}), CPU) for each in (dict[str, Any](), later)
+    )
+    with pytest.raises(ConfigError, match=r"^train.batch_ramp=\[.*65536.*: the learning rate would jump"):
+        ResumeChanges(before, now, 20).refuse_jump(accepted=False)
 
 
 def test_no_rate_of_zero_is_advised() -> None:
