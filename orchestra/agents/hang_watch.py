@@ -29,6 +29,7 @@ from launchers.torchrun import LaunchSpec
 from orchestra.agents.attempt_record import AttemptRecord
 from orchestra.agents.stalled_ranks import RecordRequest, keep_records
 from orchestra.errors import EXIT_FAILED
+from orchestra.recovery.accounting import STOOD_STILL
 from orchestra.recovery.collectives import awaited
 from orchestra.recovery.hangs import (
     AWAITED,
@@ -67,6 +68,8 @@ from orchestra.run.planned_faults import AGENT_VARIABLE
 _NAMED_ELSEWHERE_S = 10.0
 # A longer pause between two looks was the agent's own.
 _LONGEST_PAUSE_S = 3.0
+# One as long as this is told: the job was suspended.
+_TOLD_PAUSE_S = 10.0
 # How often the node's summary is written, and a missing record is looked for in the run's directory.
 _SUMMARY_S = 10.0
 
@@ -184,6 +187,10 @@ class HangWatch:
             return ()
         self._looked_at = now
         self._now += min(passed, _LONGEST_PAUSE_S)
+        if passed >= _TOLD_PAUSE_S:
+            # A full disk takes the record, not the agent.
+            with contextlib.suppress(OSError):
+                self._events.write(STOOD_STILL, node=self._watched.node, seconds=round(passed - LOOK_S, 3))
         self._read()
         positions = self._positions()
         self._write_stall(positions)

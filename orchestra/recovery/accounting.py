@@ -38,6 +38,9 @@ _RECENT_ROWS = 20
 _PATIENCE = 3.0
 # An attempt that ended with one of these codes saved its last step before it ended: done, stopped on request.
 _ENDED_WITH_A_SAVE = (0, 75)
+# A node's agent did not run for so many `seconds` up to the event's time, and most likely nor did its ranks:
+# the job was suspended.
+STOOD_STILL = "stood_still"
 # What decides whether a run without an attempt waits for the scheduler.
 _QUEUE_EVENTS = ("submitted", "requeued", "cancelled")
 
@@ -58,7 +61,7 @@ class Account(Enum):
     restart = "restart"
     # Reads a checkpoint or a copy in memory.
     restore = "restore"
-    # Waits for the scheduler.
+    # Waits for the scheduler, also in the midst of an attempt: for as long as its job is suspended.
     queue = "queue"
     # Ended, until a person went on with it.
     idle = "idle"
@@ -255,7 +258,8 @@ def account(
     if not begins:
         return Accounts()
     end = max((event["time"] for event in events), default=min(begins)) if now is None else now
-    book = _Book(min(begins), math.inf if now is None else now)
+    pauses = [] if not attempts else _pauses(events)
+    book = _Book(min(begins), math.inf if now is None else now, pauses)
     kept = _kept_until(attempts, is_alive=now is not None)
     queueing = [event for event in events if event["event"] in _QUEUE_EVENTS]
     _wait(book, queueing, None, attempts[0].started if attempts else end)
@@ -270,28 +274,63 @@ def account(
     return book.accounts()
 
 
-class _Book:
-    """The cursor and what was booked so far. Nothing is booked after `end`: clocks may be ahead of it."""
+def _pauses(events: Iterable[Record]) -> list[tuple[float, float]]:
+    """Return the stretches in which the agent of a node stood still, none in another, oldest first."""
+    told = [event for event in events if event["event"] == STOOD_STILL and is_number(event.get("seconds"))]
+    merged: list[tuple[float, float]] = []
+    for begin, end in sorted((event["time"] - event["seconds"], event["time"]) for event in told):
+        if merged and begin <= merged[-1][1]:
+            begin, end = merged[-1][0], max(end, merged.pop()[1])
+        merged.append((begin, end))
+    return merged
 
-    def __init__(self, began: float, end: float) -> None:
+
+class _Book:
+    """The cursor and what was booked so far. Nothing is booked after `end`: clocks may be ahead of it.
+
+    Of what is booked in `pauses` (begin and end, in their order) the scheduler's share goes to the queue.
+    """
+
+    def __init__(self, began: float, end: float, pauses: Sequence[tuple[float, float]] = ()) -> None:
         self.cursor = began
         self._end = end
+        self._pauses = deque(pauses)
         self._seconds = dict.fromkeys(Account, 0.0)
 
     def until(self, time: float, to: Account) -> None:
         """Book everything up to `time`."""
         seconds = max(0.0, min(time, self._end) - self.cursor)
-        self._seconds[to] += seconds
+        paused = self.paused(self.cursor + seconds)
+        self._seconds[Account.queue] += paused
+        self._seconds[to] += seconds - paused
         self.cursor += seconds
 
+    def paused(self, time: float) -> float:
+        """Return the seconds from the cursor to `time` in which nothing ran."""
+        while self._pauses and self._pauses[0][1] <= self.cursor:
+            self._pauses.popleft()
+        inside = itertools.takewhile(lambda pause: pause[0] < time, self._pauses)
+        return math.fsum(min(time, end) - max(self.cursor, begin) for begin, end in inside)
+
     def steps(
-        self, time: float, seconds: float, kept: float, rest: Account, evaluation_s: float = 0.0
+        self,
+        time: float,
+        seconds: float,
+        kept: float,
+        rest: Account,
+        evaluation_s: float = 0.0,
+        least_s: float = 0.0,
     ) -> None:
         """Book everything up to `time`: at most `seconds` of it to steps, of which a share of `kept` counts,
-        at most `evaluation_s` to evaluations, the others to `rest`.
+        at most `evaluation_s` to evaluations, the others to `rest`. The steps took `least_s`, also where an
+        agent alone stood still.
         """
-        whole = max(0.0, min(time, self._end) - self.cursor)
-        given = min(max(0.0, seconds), whole)
+        all_s = max(0.0, min(time, self._end) - self.cursor)
+        paused = min(self.paused(self.cursor + all_s), max(0.0, all_s - least_s))
+        self._seconds[Account.queue] += paused
+        self.cursor += paused
+        whole = all_s - paused
+        given = min(max(0.0, seconds - paused), whole)
         self._seconds[Account.productive] += given * kept
         self._seconds[Account.lost] += given * (1.0 - kept)
         evaluated = min(max(0.0, evaluation_s), whole - given)
@@ -336,6 +375,7 @@ def _book_attempt(book: _Book, attempt: AttemptTimes, kept_until: float, now: fl
     if attempt.training_at is not None:
         book.until(attempt.training_at, Account.restart)
     before = attempt.begin or 0
+    usual_s = attempt.step_time_s or 0.0
     evaluations = deque(attempt.evaluations())
     for row in attempt.rows:
         step, step_time_s = row["step"], row.get("step_time_s")
@@ -347,7 +387,8 @@ def _book_attempt(book: _Book, attempt: AttemptTimes, kept_until: float, now: fl
         while evaluations and evaluations[0][0] <= step:
             evaluation_s += evaluations.popleft()[1]
         share = _kept_share(before, step, kept_until)
-        book.steps(row["time"], seconds, share, Account.checkpoint, evaluation_s)
+        least_s = (step - before) * usual_s if len(attempt.rows) > 1 else 0.0
+        book.steps(row["time"], seconds, share, Account.checkpoint, evaluation_s, least_s)
         before = max(before, step)
     if attempt.ended is None and now is not None:
         _book_present(book, attempt, now)
@@ -392,7 +433,7 @@ def _book_present(book: _Book, attempt: AttemptTimes, now: float) -> None:
         book.until(now, Account.restart)
         return
     usual = attempt.row_time_s
-    limit = now if usual is None else book.cursor + _PATIENCE * usual
+    limit = now if usual is None else book.cursor + _PATIENCE * usual + book.paused(now)
     book.until(min(now, limit), Account.productive)
     book.until(now, Account.restart)
 

@@ -13,6 +13,7 @@ import os
 import re
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -32,6 +33,8 @@ _WHOLE_NUMBERS = ("code", "step", "pid", "pid_started")
 _TEXTS = ("host", "cause", "message", "traceback", "signal", "advice")
 # What fits into 64 bits; Python reads longer ones from JSON as well.
 _LARGEST = 1 << 63
+# What the names of files begin with that `orchestra watch` writes.
+WATCH_PREFIX = "watch."
 # Files whose names are events for which a full disk had no room: what such names hold in any case, and what
 # else as far as it fits.
 _WRITTEN, _NO_ROOM = ".jsonl", ".no-room"
@@ -120,9 +123,18 @@ def read_events(run: RunDir, names: tuple[str, ...] = ()) -> list[Record]:
     wanted = _called(names) if names else None
     entries = _entries(run)
     written = [run.events / name for name in entries if name.endswith(_WRITTEN)]
-    records = [record for file in written for record in read_json_lines(file, wanted)]
+    records = [record for file in written for record in _records(file, wanted)]
     records += [from_name(name.removesuffix(_NO_ROOM)) for name in entries if name.endswith(_NO_ROOM)]
     return sorted((_cleaned(record) for record in records if _is_event(record)), key=_time)
+
+
+def _records(file: Path, wanted: re.Pattern[bytes] | None) -> Iterator[Record]:
+    try:
+        yield from read_json_lines(file, wanted)
+    except PermissionError:
+        # Somebody who watches the run kept it to themselves; nothing that it trains by stands there.
+        if not file.name.startswith(WATCH_PREFIX):
+            raise
 
 
 def event_files(run: RunDir) -> list[Path]:

@@ -37,6 +37,21 @@ def open_to_group(group: str | None) -> None:
     os.umask(mask if group is None else mask & ~stat.S_IRWXG)
 
 
+@contextlib.contextmanager
+def open_as_folder(folder: Path) -> Iterator[None]:
+    """Let what is made in a folder of a run be its group's, where the folder was given to one."""
+    before = os.umask(_OTHERS_WRITE)
+    os.umask(before)
+    with contextlib.suppress(OSError):
+        mode = folder.stat().st_mode
+        if mode & stat.S_ISGID and mode & stat.S_IWGRP:
+            os.umask((before | _OTHERS_WRITE) & ~stat.S_IRWXG)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
 def give_to_group(folder: Path, group: str | None) -> None:
     """Give a new folder with all in it to a run's group, where it has one, to be written by its members; what
     is made in it later belongs to the group too. Raises OSError.

@@ -263,10 +263,19 @@ def _ask(plan: Cancellation, at_once: bool) -> None:
             raise OrchestraError(
                 f"{plan.run.path} was removed or renamed; what may still train it ends within a minute"
             ) from error
+        remedy = "send SIGTERM to the process that leads it"
+        if isinstance(error, PermissionError):
+            remedy = f"only {_owner(plan.run)} can stop it, and members of its run.group if it has one"
         raise OrchestraError(
-            f"{plan.name} could not be asked to stop: {plan.run.control}: {error.strerror}; send "
-            "SIGTERM to the process that leads it"
+            f"{plan.name} could not be asked to stop: {plan.run.control}: {error.strerror}; {remedy}"
         ) from error
+
+
+def _owner(run: RunDir) -> str:
+    try:
+        return run.path.owner()
+    except (OSError, KeyError):
+        return "whoever started it"
 
 
 def _record(plan: Cancellation) -> None:

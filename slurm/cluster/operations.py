@@ -20,6 +20,7 @@ from slurm.cluster.errors import ClusterError, UsageError
 from slurm.cluster.health import is_well, node_states, problems
 from slurm.cluster.hosts import (
     NAMESPACES,
+    HostState,
     StartingHost,
     claim_names,
     give_name,
@@ -187,7 +188,16 @@ def _bring_up(layout: ClusterLayout) -> None:
 
 
 def _bring_up_missing(layout: ClusterLayout) -> bool:
-    """Start the nodes of a running cluster that are down; returns whether there were any."""
+    """Start the nodes of a running cluster that are down, or without their daemon; returns whether there were
+    any.
+
+    Raises:
+        ClusterError: a daemon of the controller has ended.
+    """
+    controller = host_state(layout, CONTROLLER)
+    if controller is not None and (ended := _ended(controller)):
+        said = ", ".join(f"{name} {how}" for name, how in ended.items())
+        raise ClusterError(f"on the controller: {said}; bring the cluster up again: `down`, then `up`")
     missing = [node for node in layout.nodes if not _is_up(layout, node)]
     for node in missing:
         kill_host(layout, node)
@@ -202,9 +212,14 @@ def _is_alive(layout: ClusterLayout, host: str) -> bool:
 
 
 def _is_up(layout: ClusterLayout, host: str) -> bool:
-    """Whether a host runs and all its daemons were started, as after an `up` that was not interrupted."""
+    """Whether a host runs with all its daemons, as after an `up` that was not interrupted."""
     state = host_state(layout, host)
-    return state is not None and state.is_alive and state.is_up
+    return state is not None and state.is_alive and state.is_up and not _ended(state)
+
+
+def _ended(state: HostState) -> dict[str, str]:
+    """Return how daemons of a host fare that was up, of those that do not run."""
+    return {name: how for name, how in state.services.items() if how not in ("running", "done")}
 
 
 def _start_nodes(layout: ClusterLayout, nodes: Sequence[str]) -> None:

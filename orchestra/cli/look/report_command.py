@@ -32,6 +32,7 @@ from orchestra.report.page.sweep_page import sweep_page
 from orchestra.report.run_state import read_sweep_state
 from orchestra.run.files import Record, finite_or_null, write_atomically
 from orchestra.run.paths import RunDir, SweepDir
+from orchestra.run.permissions import open_as_folder
 
 # Beyond that many curves nobody tells one from another.
 _MOST_RUNS = 12
@@ -78,7 +79,9 @@ def run(arguments: Namespace) -> int:
     if arguments.output is None and len(targets) > 1:
         raise ConfigError("a page of several runs belongs to none of them; say where: -o FILE")
     place.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(place, html_page(_title(targets), data), is_synced=False)
+    page = html_page(_title(targets), data)
+    with open_as_folder(place.parent):
+        write_atomically(place, page, is_synced=False)
     print(f"{shown(place.absolute())}: {place.stat().st_size / 1e6:.2f} MB")
     for part in [*data["runs"], *filter(None, [data["sweep"]])]:
         print(f"{part['name']}: {part['verdict']['sentence']}")

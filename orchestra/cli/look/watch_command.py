@@ -48,9 +48,10 @@ from orchestra.errors import EXIT_ALERT, EXIT_DONE, EXIT_UNSEEN, ConfigError
 from orchestra.recovery.history import last_attempt
 from orchestra.report.run_state import RunState, SweepState
 from orchestra.report.scheduler import read_states
-from orchestra.run.events import EventWriter, read_events
+from orchestra.run.events import WATCH_PREFIX, EventWriter, read_events
 from orchestra.run.files import Record
 from orchestra.run.paths import RunDir, SweepDir
+from orchestra.run.permissions import open_as_folder
 from orchestra.run.record import RunPhase
 from orchestra.run.removal import RemovalCheck
 
@@ -231,7 +232,7 @@ class Watch:
     _shown: dict[Path, dict[str, Alert]] = field(default_factory=dict)
     # What was said of runs and does not stand in their events: a disk was full, or it is dry.
     _remembered: dict[Path, list[Record]] = field(default_factory=dict)
-    _name: str = field(default_factory=lambda: f"watch.{socket.gethostname()}.{secrets.token_hex(4)}")
+    _name: str = field(default_factory=lambda: f"{WATCH_PREFIX}{socket.gethostname()}.{secrets.token_hex(4)}")
     _noted: set[str] = field(default_factory=set)
 
     def look(self, targets: Sequence[Target]) -> tuple[list[OneLook], bool]:
@@ -457,7 +458,10 @@ class Watch:
             return
         try:
             # No file stays open: a sweep has thousands of runs.
-            with contextlib.closing(EventWriter(run, self._name, 0)) as writer:
+            with (
+                open_as_folder(run.events),
+                contextlib.closing(EventWriter(run, self._name, 0)) as writer,
+            ):
                 while remembered:
                     writer.write(**remembered[0])
                     remembered.pop(0)

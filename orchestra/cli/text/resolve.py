@@ -131,6 +131,11 @@ def _meant(text: str, parent: Path, takes_dir: bool) -> Target:
     if path.exists():
         lacks = "the directory has neither run.json, sweep.json nor config.yaml"
         problem = lacks if path.is_dir() else "it is no directory"
+        if path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
+            raise ConfigError(
+                f"RUN {text}: the directory is closed to you; its owner opens it with "
+                "`chmod go+rX`, or to a Unix group from the start with run.group"
+            )
     raise ConfigError(f"RUN {text}: {problem}; give a run's name or its directory")
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from orchestra.run.files import Record, from_name, names_in, read_json, write_atomically
+from orchestra.run.permissions import open_as_folder
 
 
 class Request(Protocol):
@@ -34,7 +35,9 @@ def write_request_file(file: Path, request: Any) -> None:
     written, above all when the run directory is gone.
     """
     file.parent.mkdir(exist_ok=True)
-    write_atomically(file, json.dumps(dataclasses.asdict(request)) + "\n", is_synced=False)
+    # The run's own agents may be another member's of its group.
+    with open_as_folder(file.parent):
+        write_atomically(file, json.dumps(dataclasses.asdict(request)) + "\n", is_synced=False)
 
 
 def read_request_files(

@@ -318,6 +318,8 @@ def test_time_in_which_the_agent_did_not_run_is_no_silence(node: Node) -> None:
     for _ in range(3):
         assert node.look(every_s=100_000.0) == []
     assert node.look(every_s=-5_000.0) == []
+    # It is told, for the accounts of the run's time.
+    assert [event["seconds"] for event in node.events("stood_still")] == [99_999.0] * 3
     node.train(range(12, 14))
 
 

@@ -77,6 +77,27 @@ def test_steps_that_are_trained_again_are_lost_work() -> None:
     assert accounts.wall_s == pytest.approx(52)
 
 
+def test_the_time_in_which_a_job_was_suspended_was_not_trained() -> None:
+    # Step 6 took 61 s, of which its nodes stood still for 60.
+    rows = [*rows_of(120, range(1, 6)), *rows_of(185, range(6, 11))]
+    rows[5]["step_time_s"] = 61.0
+    events = [{**each, "time": each["time"] + 60} if each["time"] > 125 else each for each in WITHOUT_FAILURE]
+    told = [event(185.8, "stood_still", node=node, seconds=60.0) for node in (0, 1)]
+    expected = {"queue": 160, "restart": 23, "productive": 10, "checkpoint": 2}
+    assert booked(account(sorted([*events, *told], key=lambda each: each["time"]), rows)) == expected
+    # It lives, and has not logged since.
+    alive = [*events[:3], event(186, "stood_still", node=0, seconds=60.0)]
+    assert booked(account(alive, rows[:5], now=187)) == {"queue": 160, "restart": 20, "productive": 7}
+
+
+def test_ranks_that_trained_while_their_agent_alone_stood_still_count() -> None:
+    rows = rows_of(120, range(1, 11))
+    events = sorted(
+        [*WITHOUT_FAILURE, event(129.5, "stood_still", node=0, seconds=9.0)], key=lambda each: each["time"]
+    )
+    assert booked(account(events, rows)) == booked(account(WITHOUT_FAILURE, rows))
+
+
 def test_a_row_of_many_steps_is_lost_only_as_far_as_it_is_trained_again() -> None:
     rows = [*rows_of(10, range(1, 9), every=4), *rows_of(36, range(6, 21), every=5)]
     accounts = booked(account(FAILED_AND_RESTARTED, rows))
