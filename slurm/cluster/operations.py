@@ -99,7 +99,7 @@ def heal_node(layout: ClusterLayout, node: str) -> None:
     with _locked(layout.state):
         if not _is_alive(layout, CONTROLLER):
             raise ClusterError("the controller is down; bring the cluster up again: `down`, then `up`")
-        if not _is_up(layout, node):
+        if not _is_whole(layout, node):
             kill_host(layout, node)
             _start_nodes(layout, [node])
         _wait_until_well(layout, [node])
@@ -198,7 +198,7 @@ def _bring_up_missing(layout: ClusterLayout) -> bool:
     if controller is not None and (ended := _ended(controller)):
         said = ", ".join(f"{name} {how}" for name, how in ended.items())
         raise ClusterError(f"on the controller: {said}; bring the cluster up again: `down`, then `up`")
-    missing = [node for node in layout.nodes if not _is_up(layout, node)]
+    missing = [node for node in layout.nodes if not _is_whole(layout, node)]
     for node in missing:
         kill_host(layout, node)
     _start_nodes(layout, missing)
@@ -212,9 +212,15 @@ def _is_alive(layout: ClusterLayout, host: str) -> bool:
 
 
 def _is_up(layout: ClusterLayout, host: str) -> bool:
-    """Whether a host runs with all its daemons, as after an `up` that was not interrupted."""
+    """Whether a host runs and all its daemons were started, as after an `up` that was not interrupted."""
     state = host_state(layout, host)
-    return state is not None and state.is_alive and state.is_up and not _ended(state)
+    return state is not None and state.is_alive and state.is_up
+
+
+def _is_whole(layout: ClusterLayout, host: str) -> bool:
+    """Whether a host is up and all its daemons still run."""
+    state = host_state(layout, host)
+    return _is_up(layout, host) and state is not None and not _ended(state)
 
 
 def _ended(state: HostState) -> dict[str, str]:

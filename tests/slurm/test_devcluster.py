@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
@@ -86,6 +87,17 @@ def test_second_up_changes_nothing_and_is_refused_with_other_settings(cluster: S
     refused = cluster.devcluster("up", "--nodes", "3", check=False)
     assert (refused.returncode, "other settings" in refused.stderr) == (2, True)
     assert first_processes(cluster) == before
+
+
+def test_up_starts_a_node_again_whose_daemon_has_ended(cluster: Site) -> None:
+    before = first_processes(cluster)
+    (daemon,) = [pid for pid, line in cluster.processes_on("node4").items() if line.startswith("slurmd -D")]
+    os.kill(daemon, signal.SIGKILL)
+    wait_until(lambda: cluster.devcluster("status", check=False).returncode == 1, "its end is known")
+    assert " up after " in cluster.devcluster("up", "--nodes", "4", "--gpus", "4").stdout
+    assert cluster.devcluster("status").stdout.endswith("healthy\n")
+    # The controller's and the other nodes' are the same.
+    assert len(set(first_processes(cluster)) - set(before)) == 1
 
 
 def test_ordinary_users_tasks_find_hosts_by_name_and_share_files_but_not_memory(cluster: Site) -> None:
