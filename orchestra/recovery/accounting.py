@@ -307,6 +307,8 @@ class _Book:
 
     def paused(self, time: float) -> float:
         """Return the seconds from the cursor to `time` in which nothing ran."""
+        if not self._pauses:
+            return 0.0
         while self._pauses and self._pauses[0][1] <= self.cursor:
             self._pauses.popleft()
         inside = itertools.takewhile(lambda pause: pause[0] < time, self._pauses)
