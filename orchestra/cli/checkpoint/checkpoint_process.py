@@ -10,9 +10,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from checkpointing.catalog import StoredCheckpoint
 from orchestra.cli.checkpoint.checkpoint_ls_command import (
     Place,
     chosen_checkpoints,
@@ -27,17 +28,34 @@ from orchestra.run.record import fallback_place
 
 # The module's own.
 _EXIT_DAMAGED = 3
+# Of checkpoints that the run removes while they are read.
+_TRIES = 3
 
 
 def ask(place: Place, step: int | None, act: str, request: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
     """Do `act` with the model of a checkpoint: of `step`, else of the newest that proves intact while it is
     read. Return the step and the answer.
 
-    Raises ConfigError with the steps there are, DataError for a damaged checkpoint that was asked for, and
-    OrchestraError with the words of the process.
+    A run that trains may remove what is being read: its newest one is taken then. Raises ConfigError with the
+    steps there are, DataError for a damaged checkpoint that was asked for, and OrchestraError with the words
+    of the process.
     """
-    with explained():
-        found = chosen_checkpoints(place, step)
+    for left in reversed(range(_TRIES)):
+        with explained():
+            found = chosen_checkpoints(place, step)
+        try:
+            return _answered(place, found, step, act, request)
+        except OrchestraError:
+            with explained():
+                if not left or step is not None or found[0] in chosen_checkpoints(place, None):
+                    raise
+            print(f"step {found[0].step} was removed meanwhile: the newest one is taken", file=sys.stderr)
+    raise AssertionError("the last try returns or raises")
+
+
+def _answered(
+    place: Place, found: Sequence[StoredCheckpoint], step: int | None, act: str, request: Mapping[str, Any]
+) -> tuple[int, dict[str, Any]]:
     for checkpoint in found:
         storage = place.config.checkpoint.dir or str(place.run.checkpoints)
         if checkpoint.place:

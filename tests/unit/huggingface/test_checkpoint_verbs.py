@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,10 +25,12 @@ from checkpointing.lineage import Base
 from checkpointing.manifest import MANIFEST, decode, encode
 from checkpointing.storage import Storage, open_storage
 from conf.schema import CheckpointConfig, Config, DataConfig, Family, RunConfig, Source, TrainConfig
+from orchestra.cli.checkpoint import checkpoint_process
 from orchestra.cli.checkpoint.checkpoint_export_command import _size, tokenizer_of
-from orchestra.cli.checkpoint.checkpoint_ls_command import layout_text
+from orchestra.cli.checkpoint.checkpoint_ls_command import layout_text, open_place
 from orchestra.config.compose import compose
 from orchestra.data.pack import PackRequest, pack, plan_pack
+from orchestra.errors import OrchestraError
 from orchestra.huggingface.folder import from_json, open_folder, to_json
 from orchestra.run.config_file import write_config
 from orchestra.run.events import EventWriter
@@ -54,6 +58,30 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 def configure(run: RunDir, **changes: Any) -> None:
     config = Config(model=MODEL, run=RunConfig(run.name, str(run.path.parent)))
     write_config(run.config, replace(config, **changes))
+
+
+def test_what_the_run_removes_while_it_is_read_is_followed_by_its_newest_checkpoint(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    read: list[int] = []
+
+    def process(request: dict[str, Any], _: str) -> subprocess.CompletedProcess[str]:
+        step = request["checkpoint"]["step"]
+        read.append(step)
+        if step == 40:
+            return subprocess.CompletedProcess([], 0, '{"losses": {}}\n', "")
+        # It saves and removes faster than this reads.
+        shutil.rmtree(run.checkpoints / f"step-{step:08d}")
+        save(run.checkpoints, transformer(MODEL, seed=step), step + 10)
+        return subprocess.CompletedProcess([], 1, "", "manifest.json: No such file or directory")
+
+    monkeypatch.setattr(checkpoint_process, "_run", process)
+    place = open_place("llama-1", run.path.parent)
+    assert checkpoint_process.ask(place, None, "eval", {}) == (40, {"losses": {}})
+    assert read == [20, 30, 40]
+    assert "step 20 was removed meanwhile: the newest one is taken" in capsys.readouterr().err
+    with pytest.raises(OrchestraError, match="step 10 could not be used: manifest"):
+        checkpoint_process.ask(place, 10, "eval", {})
 
 
 def test_what_lies_in_the_fallback_is_listed_verified_and_exported(
