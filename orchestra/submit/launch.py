@@ -34,6 +34,8 @@ _LOOPBACK = "127.0.0.1"
 _SHARED_DEVICES = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "2", "NCCL_NVLS_ENABLE": "0"}
 # Seconds that torchrun gives workers after its own closing signal before it kills them.
 _SHUTDOWN_TIMEOUT_S = 5
+# torch's own name and limit.
+_COMPILERS, _MOST_COMPILERS = "TORCHINDUCTOR_COMPILE_THREADS", 32
 
 
 def source_root() -> Path:
@@ -91,7 +93,8 @@ def worker_environment(
     `cores` are the node's (default: those usable here). `search_path` follows the packages' own folder in
     PYTHONPATH. `binding`: the cores of each rank; None: nobody is bound.
     """
-    threads = threads_per_rank(config, ranks_per_node, usable_cores() if cores is None else cores)
+    cores = usable_cores() if cores is None else cores
+    threads = threads_per_rank(config, ranks_per_node, cores)
     binding = binding or RankBinding()
     threads = binding.threads or threads
     return {
@@ -104,9 +107,19 @@ def worker_environment(
         "PYTHONUNBUFFERED": "1",
         "GLIBC_TUNABLES": _KEEP_FREED_MEMORY,
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_SHUTDOWN_TIMEOUT_S),
+        **_compilers(cores // ranks_per_node),
         **_network(config),
         **(_SHARED_DEVICES if config.cluster.share_devices else {}),
     }
+
+
+def _compilers(cores_per_rank: int) -> dict[str, str]:
+    """Share the node's cores out among the processes that compile: torch takes as many for each rank as all
+    ranks have cores, 32 at most.
+    """
+    if _COMPILERS in os.environ:
+        return {}
+    return {_COMPILERS: str(max(1, min(_MOST_COMPILERS, cores_per_rank)))}
 
 
 def _network(config: Config) -> dict[str, str]:

@@ -60,7 +60,9 @@ def test_two_that_want_the_same_name_at_once_do_not_share_it(tmp_path: Path) -> 
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
-def test_the_environment_shares_the_cores_keeps_the_packages_importable_and_names_the_interface() -> None:
+def test_the_environment_shares_the_cores_keeps_the_packages_importable_and_names_the_interface(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     config = _request(Path()).config
     root = str(source_root())
     environment = worker_environment(config, 2, cores=9, search_path=["/elsewhere", root])
@@ -68,6 +70,13 @@ def test_the_environment_shares_the_cores_keeps_the_packages_importable_and_name
     assert environment["PYTHONSAFEPATH"] == "1"
     assert environment["PYTHONPATH"].split(":") == [root, "/elsewhere"]
     assert worker_environment(config, 16, cores=2)["OMP_NUM_THREADS"] == "1"
+    # Compilers share the cores out too, whatever threads a rank computes with, unless somebody chose.
+    compilers = "TORCHINDUCTOR_COMPILE_THREADS"
+    monkeypatch.delenv(compilers, raising=False)
+    shares = [worker_environment(config, 8, cores=cores)[compilers] for cores in (4, 96, 1024)]
+    assert shares == ["1", "12", "32"]
+    monkeypatch.setenv(compilers, "5")
+    assert compilers not in worker_environment(config, 8, cores=96)
     fixed = dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, threads_per_rank=3))
     assert worker_environment(fixed, 2, cores=64)["OMP_NUM_THREADS"] == "3"
     cluster = dataclasses.replace(config.cluster, network=NetworkConfig(interface="eth7"))
