@@ -536,23 +536,22 @@ class Saver:
 
 def _content(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a state, which may change before it is written. Raises MismatchError."""
-    key = _other_key(state)
-    if key is not None:
-        raise MismatchError(f"the state has the key {key!r}; JSON's keys are text")
     try:
+        if (key := other_key(state)) is not None:
+            raise MismatchError(f"the state has the key {key!r}; JSON's keys are text")
         content: dict[str, Any] = json.loads(json.dumps(dict(state), allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise MismatchError(f"the state is not JSON: {error}") from error
     return content
 
 
-def _other_key(values: object) -> object | None:
+def other_key(values: object) -> object | None:
     """Return a key that is no text, which JSON would make one; None where there is none."""
     if isinstance(values, Mapping):
         other = next((key for key in values if not isinstance(key, str)), None)
-        return other if other is not None else _other_key(list(values.values()))
+        return other if other is not None else other_key(list(values.values()))
     if isinstance(values, list | tuple):
-        return next((key for key in map(_other_key, values) if key is not None), None)
+        return next((key for key in map(other_key, values) if key is not None), None)
     return None
 
 

@@ -166,14 +166,14 @@ class Leader:
         have queued the job again at the same time. Only `orchestra resume` goes on then, with another job.
         """
         context, facts = self._context, self._context.scheduler.facts()
-        starts = read_events(context.run, ("attempt_started",))
-        last = history.last_attempt(starts)
-        before = next((event for event in reversed(starts) if event["attempt"] == last), {})
-        if last is None or not facts.get("job_start") or before.get("job") != facts.get("job"):
+        if not facts.get("job_start"):
             return False
-        is_earlier = before.get("job_start") != facts["job_start"]
+        newest = history.newest_attempt(read_events(context.run, ("attempt_started",)))
+        if newest is None or newest.start.get("job") != facts.get("job"):
+            return False
+        is_earlier = newest.start.get("job_start") != facts["job_start"]
         return is_earlier and any(
-            request.reason == stop_requests.CANCEL for request in requests_of(context, last)
+            request.reason == stop_requests.CANCEL for request in requests_of(context, newest.number)
         )
 
     def _end_unstarted(self, members: dict[int, GroupMember]) -> None:

@@ -258,8 +258,7 @@ def account(
     if not begins:
         return Accounts()
     end = max((event["time"] for event in events), default=min(begins)) if now is None else now
-    pauses = [] if not attempts else _pauses(events)
-    book = _Book(min(begins), math.inf if now is None else now, pauses)
+    book = _Book(min(begins), math.inf if now is None else now, _pauses(events))
     kept = _kept_until(attempts, is_alive=now is not None)
     queueing = [event for event in events if event["event"] in _QUEUE_EVENTS]
     _wait(book, queueing, None, attempts[0].started if attempts else end)

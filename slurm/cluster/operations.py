@@ -220,7 +220,7 @@ def _is_up(layout: ClusterLayout, host: str) -> bool:
 def _is_whole(layout: ClusterLayout, host: str) -> bool:
     """Whether a host is up and all its daemons still run."""
     state = host_state(layout, host)
-    return _is_up(layout, host) and state is not None and not _ended(state)
+    return state is not None and state.is_alive and state.is_up and not _ended(state)
 
 
 def _ended(state: HostState) -> dict[str, str]:

@@ -122,10 +122,20 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     assert started.verdict()["message"] == "SIGINT received, and a second signal after it"
 
 
+def _start_gated(folder: Path, *overrides: str) -> Started:
+    """Start a run whose fork server imports nothing before there is a file `gate`; return where it waits."""
+    is_server = "'launchers.fork_server.server' in sys.orig_argv"
+    waits = f"while {is_server} and not os.path.exists('gate'):\n    time.sleep(0.05)\n"
+    (folder / "sitecustomize.py").write_text(f"import os, sys, time\n{waits}")
+    started = start_run(folder, "early", *TINY, *overrides, extra={"PYTHONPATH": f"{folder}:{ROOT}"})
+    started.wait_for(lambda: events_of(started.run, "node_started"), 30)
+    return started
+
+
 def test_a_request_during_the_start_is_heard_before_the_first_step(tmp_path: Path) -> None:
-    started = start_run(tmp_path, "early", *TINY, *_ENDLESS)
-    started.wait_for(lambda: events_of(started.run, "attempt_started"), 30)
+    started = _start_gated(tmp_path, *_ENDLESS)
     stop_requests.write_request(started.run, 0, stop_requests.CANCEL)
+    (tmp_path / "gate").touch()
     out, err = started.end(75)
     assert err == ""
     assert "nothing was committed" in out
@@ -134,10 +144,7 @@ def test_a_request_during_the_start_is_heard_before_the_first_step(tmp_path: Pat
 
 
 def test_a_signal_while_torch_is_imported_waits_for_no_rank(tmp_path: Path) -> None:
-    slow = "import sys, time\nif 'launchers.fork_server.server' in sys.orig_argv: time.sleep(1000)\n"
-    (tmp_path / "sitecustomize.py").write_text(slow)
-    started = start_run(tmp_path, "early", *TINY, extra={"PYTHONPATH": f"{tmp_path}:{ROOT}"})
-    started.wait_for(lambda: events_of(started.run, "node_started"), 30)
+    started = _start_gated(tmp_path)
     started.process.send_signal(signal.SIGINT)
     out, err = started.end(75)
     assert err == ""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from checkpointing.saving.save import other_key
 from orchestra.errors import ConfigError, TrainingError
 from orchestra.run.events import is_number
 from orchestra.run.metrics_file import METRIC_KEYS
@@ -69,25 +70,14 @@ def state_of(named: NamedCallback) -> Any:
     """Return a callback's state. Raises TrainingError where it is no JSON."""
     state = named.callback.state_dict()  # type: ignore[attr-defined]
     try:
-        _check_keys(state)
+        if (key := other_key(state)) is not None:
+            raise TypeError(f"key {key!r} is no text, and would come back as {str(key)!r}")
         return json.loads(json.dumps(state, allow_nan=False))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise TrainingError(
             f"train.callbacks={named.target}: its state_dict() is no JSON ({error}); return dictionaries, "
             "lists, texts and finite numbers"
         ) from error
-
-
-def _check_keys(state: Any) -> None:
-    """Raise TypeError for a key that is no text: JSON has no other, and it would come back as one."""
-    if isinstance(state, Mapping):
-        for key in state:
-            if not isinstance(key, str):
-                raise TypeError(f"key {key!r} is no text, and would come back as {str(key)!r}")
-    children = state.values() if isinstance(state, Mapping) else state
-    if isinstance(state, (Mapping, list, tuple)):
-        for child in children:
-            _check_keys(child)
 
 
 def made(target: str, make: Callable[[], Any]) -> NamedCallback:

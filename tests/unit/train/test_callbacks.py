@@ -14,6 +14,7 @@ from conf.schema import Config, TrainConfig
 from orchestra.errors import TrainingError
 from orchestra.train.build import build_callbacks
 from orchestra.train.check_plugins import look_at
+from orchestra.train.watch.callbacks import NamedCallback, state_of
 
 HERE = __name__
 
@@ -109,3 +110,14 @@ def test_what_cannot_be_used_is_refused_with_the_reason(config: Config, words: s
     (problem,) = look_at(config).problems
     with pytest.raises(AssertionError, match=words):
         raise AssertionError(problem)
+
+
+def test_a_state_that_holds_itself_is_refused_in_words() -> None:
+    class Circular:
+        def state_dict(self) -> dict[str, Any]:
+            state: dict[str, Any] = {}
+            state["self"] = state
+            return state
+
+    with pytest.raises(TrainingError, match=r"Circular: its state_dict\(\) is no JSON"):
+        state_of(NamedCallback("mine:Circular", Circular()))
