@@ -44,7 +44,9 @@ _REPLACED = (
 _AGES = {"age_s"}
 # Keys whose values are sentences for people: their words may be improved, that they are there may not change.
 _SENTENCES = {"message", "reason", "traceback"}
-# The same in notes and errors, of which the configuration key that they begin with is kept, and in notes the
+# Variables whose values are one rank's share of the machine's cores.
+_OF_CORES = {"OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"}
+# Sentences in notes and errors, of which the configuration key that they begin with is kept, and in notes the
 # number of a sweep's member.
 _SAID = re.compile(r"^(note:|error: [a-z_.]+)(?! +\d{3} ).*$", re.MULTILINE)
 
@@ -70,7 +72,7 @@ class Output:
 
 def environment(folder: Path, variables: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a command, from this tree and without knowledge of this machine's user."""
-    of_machine = ("SLURM_", "XDG_", "WANDB_", "ORCHESTRA_", "MASTER_")
+    of_machine = ("SLURM_", "XDG_", "WANDB_", "ORCHESTRA_", "MASTER_", "TORCHINDUCTOR_")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(of_machine)}
     homes = {f"XDG_{kind}_HOME": str(folder / "home" / kind) for kind in ("DATA", "CACHE", "CONFIG", "STATE")}
     return {**kept, "PYTHONPATH": str(ROOT), "COLUMNS": "80", **homes, **variables}
@@ -147,7 +149,7 @@ def normalised(text: str, folder: Path) -> str:
 
 
 def settled(value: Any) -> Any:
-    """Return a JSON value without ages and without the wording of sentences."""
+    """Return a JSON value without ages, numbers of cores and the wording of sentences."""
     if isinstance(value, dict):
         return {key: _settled_at(key, item) for key, item in value.items()}
     return [settled(item) for item in value] if isinstance(value, list) else value
@@ -156,6 +158,8 @@ def settled(value: Any) -> Any:
 def _settled_at(key: str, value: Any) -> Any:
     if key in _AGES and value is not None:
         return "<age>"
+    if key in _OF_CORES:
+        return "<cores>"
     return "<sentence>" if key in _SENTENCES and isinstance(value, str) and value else settled(value)
 
 
