@@ -17,27 +17,30 @@ from orchestra.alerts.observed import Disk, NodeBeat, ObservedRun
 from orchestra.errors import ConfigError
 from orchestra.recovery.accounting import account
 from orchestra.recovery.history import newest_attempt
-from orchestra.report.layouts import read_run
+from orchestra.report.layouts import prediction_of
 from orchestra.report.run_state import RunState
 from orchestra.report.spending import held_until, spending
 from orchestra.run.config_file import read_config
 from orchestra.run.events import is_number, is_whole, read_events
-from orchestra.run.files import names_in, read_json, read_json_lines
-from orchestra.run.metrics_file import rows_that_count, wall_begin
+from orchestra.run.files import names_in, read_json
+from orchestra.run.metrics_file import FollowedRows, rows_that_count, wall_begin
 from orchestra.run.paths import RunDir
 from orchestra.run.record import RunPhase, read_record
 from orchestra.run.run_lineage import lineage_of
 
 
-def observe(state: RunState, now: float, commands: Mapping[str, str]) -> ObservedRun:
-    """Read a run whose state is known, at Unix time `now`; `commands`: what to type for it, by verb.
+def observe(
+    state: RunState, now: float, commands: Mapping[str, str], rows_read: FollowedRows | None = None
+) -> ObservedRun:
+    """Read a run whose state is known, at Unix time `now`; `commands`: what to type for it, by verb;
+    `rows_read`: its rows, where it was looked at before.
 
     A run that cannot be read has the state "unreadable", and the cause says why.
     """
     run = RunDir(Path(state.path))
     try:
         events = read_events(run)
-        rows = list(read_json_lines(run.metrics))
+        rows = (rows_read or FollowedRows(run.metrics)).read()
         attempt = newest_attempt(events)
         nodes = () if attempt is None else node_beats(run, attempt.number)
     except OSError as error:
@@ -88,12 +91,9 @@ def _config(run: RunDir) -> tuple[Config | None, str]:
 def _planned(run: RunDir, _modified: int) -> tuple[float | None, str]:
     """Return the tokens/s that the planner expects of a run as it began last; else why it expects nothing."""
     try:
-        scanned = read_run(run, 0.0)
+        return prediction_of(run).tokens_per_s, ""
     except ConfigError as error:
         return None, "; ".join(error.problems)
-    if scanned.prediction is None:
-        return None, scanned.unpredicted or "no prediction"
-    return scanned.prediction.tokens_per_s, ""
 
 
 def node_beats(run: RunDir, attempt: int) -> tuple[NodeBeat, ...]:

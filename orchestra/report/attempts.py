@@ -1,6 +1,6 @@
 """What happened to a run, attempt by attempt, where its time went, and who is slow in it now. Read-only.
 
-Called by `orchestra why`, `orchestra status RUN` and rehearsals. The accounts read all of metrics.jsonl: they
+Called by `orchestra why`, `orchestra status RUN` and rehearsals. The accounts take all of metrics.jsonl: they
 are for a run that somebody asks about, not for a table of a thousand.
 """
 
@@ -15,7 +15,7 @@ from orchestra.recovery.accounting import Accounts, account
 from orchestra.recovery.history import Attempt, newest_attempt
 from orchestra.recovery.incidents import Incident, incidents
 from orchestra.run.events import is_number, is_whole
-from orchestra.run.files import Record, read_json, read_json_lines
+from orchestra.run.files import Record, read_json
 from orchestra.run.metrics_file import wall_begin
 from orchestra.run.paths import RunDir
 from orchestra.run.record import RunPhase, read_record
@@ -105,10 +105,11 @@ def _text(event: Record, key: str) -> str | None:
     return value if isinstance(value, str) and value else None
 
 
-def read_accounts(run: RunDir, events: Sequence[Record], state: RunPhase, now: float) -> Accounts:
-    """Book the wall time of a run in `state` up to `now`, or up to its end."""
+def read_accounts(
+    run: RunDir, events: Sequence[Record], rows: Iterable[Record], state: RunPhase, now: float
+) -> Accounts:
+    """Book the wall time of a run in `state` up to `now`, or up to its end; `rows` are all it has."""
     began = wall_begin(events, read_record(run))
-    rows = read_json_lines(run.metrics)
     return account(events, rows, began=began, now=None if state.is_over else now)
 
 

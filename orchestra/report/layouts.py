@@ -80,10 +80,7 @@ def read_run(run: RunDir, now: float) -> ScannedRun:
     Raises ConfigError where its layout cannot be told.
     """
     config, begin = _as_it_ran(read_config(run.config), run)
-    ranks = config.cluster.gpus_per_node
-    if not isinstance(ranks, int):
-        raise ConfigError(f"{run.path}: it never started, so that its number of ranks is not known")
-    mesh = layout(config.parallelism, config.cluster.nodes * ranks)
+    mesh = layout(config.parallelism, config.cluster.nodes * int(config.cluster.gpus_per_node))
     batch = batch_shape(config.train, mesh.dp)
     rows = [row for row in read_metrics(run) if row.get("time") is None or row["time"] >= begin]
     steady = rows[_WARM_ROWS:] or rows[-1:]
@@ -118,13 +115,22 @@ def read_run(run: RunDir, now: float) -> ScannedRun:
     )
 
 
+def prediction_of(run: RunDir) -> Prediction:
+    """Return what is predicted of a run's layout. Raises ConfigError where it cannot be told."""
+    return predict(case_of(_as_it_ran(read_config(run.config), run)[0]))
+
+
 def _as_it_ran(config: Config, run: RunDir) -> tuple[Config, float]:
-    """Return the configuration with what its last attempt found for `auto`, and when that began."""
+    """Return the configuration with what its last attempt found for `auto`, and when that began. Raises
+    ConfigError where the number of ranks is not known.
+    """
     starts = [
         event
         for event in read_events(run, ("attempt_started",))
         if is_whole(event.get("ranks_per_node")) and event["ranks_per_node"] > 0
     ]
+    if not starts and not isinstance(config.cluster.gpus_per_node, int):
+        raise ConfigError(f"{run.path}: it never started, so that its number of ranks is not known")
     if not starts:
         return config, 0.0
     last = max(starts, key=lambda event: float(event["time"]))

@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from checkpointing.lineage import Lineage
 from launchers import processes
 from launchers.slurm.queue import SubmittedJob, job_and_tasks
 from orchestra.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError
@@ -30,8 +29,8 @@ from orchestra.recovery.incidents import Verdict, first_failure, judge, node_ver
 from orchestra.run.control.chosen_alternative import chosen_alternative
 from orchestra.run.control.member_places import newest_place
 from orchestra.run.events import event_files, is_number, is_whole, read_events
-from orchestra.run.files import Record, read_last_lines
-from orchestra.run.metrics_file import EPOCH, rows_that_count, train_losses
+from orchestra.run.files import Record
+from orchestra.run.metrics_file import EPOCH, RECENT_ROWS, recent_rows, train_losses
 from orchestra.run.paths import RunDir, Sweep, SweepDir, SweepMember, read_sweep
 from orchestra.run.record import RunPhase, jobs_of, newest_job, overrides_in_force, read_record
 from orchestra.run.run_lineage import EVENTS as OF_LINEAGE
@@ -213,11 +212,6 @@ def _is_same_leader(start: Record, decided: Record) -> bool:
 
 # A run led from another host counts as running until its files have been silent for this long.
 _SILENCE_S = 600.0
-# Rows whose median step time extrapolates the time left, and the bytes at the end of metrics.jsonl that are
-# read for them: independent of the run's length.
-_RECENT_ROWS = 20
-_TAIL_BYTES = 1 << 15
-_MANY_ROWS, _MANY_BYTES = 2_000, 1 << 20
 # The events that a state is made of.
 _EVENTS = (
     *("attempt_started", "restarting", "requeued", "cancelled", "finished", "failed", "rank_failed"),
@@ -480,19 +474,6 @@ def _array_ids(sweep: SweepDir, _modified: int) -> dict[str, str]:
     return {array.token: array.id for array in read_sweep(sweep).arrays if array.id is not None}
 
 
-def recent_rows(run: RunDir, lineage: Lineage) -> list[Record]:
-    """Return the last rows of metrics.jsonl that count."""
-    # Where a run went back further than the first rows tell, more are read.
-    for num_rows, num_bytes in ((_RECENT_ROWS, _TAIL_BYTES), (_MANY_ROWS, _MANY_BYTES)):
-        try:
-            rows = rows_that_count(read_last_lines(run.metrics, num_rows, num_bytes), lineage)
-        except OSError:
-            return []
-        if rows:
-            break
-    return rows[-_RECENT_ROWS:]
-
-
 def median_of(rows: Sequence[Record], key: str) -> float | None:
     """Return the median of a key over the rows that have a number there."""
     values = [row[key] for row in rows if is_number(row.get(key))]
@@ -503,10 +484,10 @@ def seconds_left(rows: Sequence[Record], steps: int | None, tokens: int | None =
     """Extrapolate the recent median step time to the end of the run; where later steps are longer, `tokens`
     is what the run consumes in all, and the recent speed counts.
     """
-    speed, trained = median_of(rows[-_RECENT_ROWS:], "tokens_per_s"), rows[-1].get("tokens") if rows else None
+    speed, trained = median_of(rows[-RECENT_ROWS:], "tokens_per_s"), rows[-1].get("tokens") if rows else None
     if tokens is not None and speed and is_whole(trained):
         return max(0, tokens - trained) / speed
-    step_time_s = median_of(rows[-_RECENT_ROWS:], "step_time_s")
+    step_time_s = median_of(rows[-RECENT_ROWS:], "step_time_s")
     if step_time_s is None or steps is None:
         return None
     return max(0, steps - int(rows[-1]["step"])) * step_time_s

@@ -15,7 +15,7 @@ from orchestra.errors import ConfigError
 from orchestra.recovery.accounting import AttemptTimes, attempt_times
 from orchestra.run.config_file import read_config
 from orchestra.run.events import is_number, is_whole
-from orchestra.run.files import Record, read_json_lines
+from orchestra.run.files import Record
 from orchestra.run.metrics_file import rows_that_count
 from orchestra.run.paths import RunDir
 from orchestra.run.record import RunPhase
@@ -72,9 +72,10 @@ def spending(
     )
 
 
-def read_spending(run: RunDir, events: Sequence[Record], state: RunPhase, now: float) -> Spending:
-    """Read the rows and the configuration of a run in `state`, and sum what it used up to `now`."""
-    rows = list(read_json_lines(run.metrics))
+def read_spending(
+    run: RunDir, events: Sequence[Record], rows: Sequence[Record], state: RunPhase, now: float
+) -> Spending:
+    """Read the configuration of a run in `state`, and sum what it used up to `now`; `rows` are all it has."""
     counting = rows_that_count(rows, lineage_of(events))
     tokens = [row["tokens"] for row in counting[-1:] if is_whole(row.get("tokens"))]
     try:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import errno
+import itertools
 import json
 import math
 import os
@@ -249,7 +250,8 @@ def read_json_lines(path: Path, wanted: re.Pattern[bytes] | None = None) -> Iter
 
     `wanted` picks lines by their bytes, so that no others need to be parsed.
     """
-    yield from JsonLinesReader(path, wanted).read_new()
+    for records in JsonLinesReader(path, wanted).pieces():
+        yield from records
 
 
 def read_last_lines(path: Path, num_lines: int, num_bytes: int) -> list[Record]:
@@ -279,22 +281,34 @@ class JsonLinesReader:
         """Return the records completed since the last call; lines that are not JSON objects are
         passed over.
         """
-        records: list[Record] = []
-        offset, rest = self._offset, b""
+        offset = self._offset
+        try:
+            return list(itertools.chain.from_iterable(self.pieces()))
+        except OSError:
+            # None of them was returned.
+            self._offset = offset
+            raise
+
+    def pieces(self) -> Iterator[list[Record]]:
+        """Yield the same in parts, of which only one at a time is in memory."""
         try:
             with self._path.open("rb") as file:
-                file.seek(offset)
+                file.seek(self._offset)
+                rest = b""
                 while piece := file.read(_PIECE_BYTES):
                     whole, newline, rest = (rest + piece).rpartition(b"\n")
-                    offset += len(whole) + len(newline)
+                    self._offset += len(whole) + len(newline)
                     lines = whole.splitlines()
                     if self._wanted is not None:
                         lines = list(filter(self._wanted.search, lines))
-                    records += _all_parsed(lines)
+                    yield _all_parsed(lines)
         except FileNotFoundError:
-            return []
-        self._offset = offset
-        return records
+            return
+
+    @property
+    def offset(self) -> int:
+        """How far it has read, in bytes."""
+        return self._offset
 
 
 def _all_parsed(lines: list[bytes]) -> list[Record]:

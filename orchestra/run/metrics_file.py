@@ -8,11 +8,13 @@ library only.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from pathlib import Path
 
 from checkpointing.lineage import UNDIVIDED, Lineage
 from orchestra.run.events import is_number, is_whole
-from orchestra.run.files import Record, read_json_lines
+from orchestra.run.files import JsonLinesReader, Record, read_json_lines, read_last_lines
 from orchestra.run.paths import RunDir
 from orchestra.run.record import jobs_of
 from orchestra.run.run_lineage import read_lineage
@@ -58,6 +60,14 @@ DATA = "data"
 # The squared norm of the true gradient, and the variance of one sequence's: means of what the steps since the
 # last row say. The noise scale is the quotient of means over many rows.
 NOISE_GRADIENT, NOISE_VARIANCE = "noise/gradient_squared", "noise/sequence_variance"
+# What the newest rows tell, and the bytes at the end of the file that are read for them: independent of the
+# run's length.
+RECENT_ROWS = 20
+_TAIL_BYTES = 1 << 15
+_MANY_ROWS, _MANY_BYTES = 2_000, 1 << 20
+# Rows that `FollowedRows` keeps as they are, steps that one row of it may stand for, and the largest share of
+# its time that a step's row may have spent outside steps (in a save, an evaluation, a pause) to be folded.
+_KEPT_WHOLE, _FOLDED_STEPS, _FOLDED_REST = 4_000, 100, 0.05
 
 
 def eval_column(name: str) -> str:
@@ -121,6 +131,95 @@ def read_metrics(run: RunDir) -> list[Record]:
     return rows_that_count(read_json_lines(run.metrics), read_lineage(run))
 
 
+def recent_rows(run: RunDir, lineage: Lineage) -> list[Record]:
+    """Return the last rows that count, `RECENT_ROWS` of them at most."""
+    # Where a run went back further than the first rows tell, more are read.
+    for num_rows, num_bytes in ((RECENT_ROWS, _TAIL_BYTES), (_MANY_ROWS, _MANY_BYTES)):
+        try:
+            rows = rows_that_count(read_last_lines(run.metrics, num_rows, num_bytes), lineage)
+        except OSError:
+            return []
+        if rows:
+            break
+    return rows[-RECENT_ROWS:]
+
+
+class FollowedRows:
+    """All rows of a file in its order, also those that do not count, for who looks at it again and again.
+
+    Each look parses what was written since the one before. Of rows before the newest few thousand, those of
+    a hundred steps in a row become one that says of their time, energy and tokens what they said together:
+    the accounts are the same, and a run of a million steps takes no more memory and time than a young one.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._reader, self._of_file = JsonLinesReader(self._file), (0, 0)
+        self._older: list[Record] = []
+        self._newest: list[Record] = []
+        # The row before those that become one next, these, and the seconds that the steps of each took.
+        self._before: Record = {}
+        self._alike: list[Record] = []
+        self._seconds: list[float] = []
+
+    def read(self) -> list[Record]:
+        """Return the rows that there are now; none of a missing file. Raises OSError."""
+        try:
+            there = self._file.stat()
+        except FileNotFoundError:
+            self._begin_anew()
+            return []
+        of_file = (there.st_dev, there.st_ino)
+        if of_file != self._of_file or there.st_size < self._reader.offset:
+            # Another run of that name.
+            self._begin_anew()
+            self._of_file = of_file
+        for rows in self._reader.pieces():
+            self._newest += rows
+            if len(self._newest) >= 2 * _KEPT_WHOLE:
+                self._fold()
+        return [*self._older, *self._alike, *self._newest]
+
+    def _fold(self) -> None:
+        last = self._alike[-1] if self._alike else {}
+        for row in self._newest[:-_KEPT_WHOLE]:
+            seconds = _time_in_steps(last, row)
+            if seconds is None or not self._seconds or row["step"] - self._before["step"] > _FOLDED_STEPS:
+                self._end_of_alike()
+                self._before = last
+            self._alike.append(row)
+            self._seconds += [] if seconds is None else [seconds]
+            last = row
+        del self._newest[:-_KEPT_WHOLE]
+
+    def _end_of_alike(self) -> None:
+        """Let the rows that are alike become one where their sums are known, which finite numbers have."""
+        rows, energy = self._alike, [row.get("energy_j") for row in self._alike]
+        joules = None if None in energy else math.fsum(filter(is_number, energy))
+        if len(rows) > 1 and all(map(is_number, self._seconds)) and (joules is not None or not any(energy)):
+            steps = rows[-1]["step"] - self._before["step"]
+            sums = {"step_time_s": sum(self._seconds) / steps, "energy_j": joules}
+            rows = [{**rows[-1], **{key: value for key, value in sums.items() if key in rows[-1]}}]
+        self._older += rows
+        self._alike, self._seconds = [], []
+
+
+def _time_in_steps(before: Record, row: Record) -> float | None:
+    """Return the seconds since the row before, of the same attempt, that a row's steps took; None where that
+    is not known, or much else took place.
+    """
+    try:
+        steps, all_s = row["step"] - before["step"], row["time"] - before["time"]
+        seconds = min(steps * row["step_time_s"], all_s)
+        is_folded = row["attempt"] == before["attempt"] and steps > 0
+        return seconds if is_folded and seconds >= (1.0 - _FOLDED_REST) * all_s >= 0.0 else None
+    except (KeyError, TypeError, OverflowError):
+        return None
+
+
 def rows_that_count(rows: Iterable[Record], lineage: Lineage = UNDIVIDED) -> list[Record]:
     """Drop what is off the line, and what was trained again: a row ends the validity of all rows of its step
     and later ones that its attempt or an earlier one has written before.
@@ -145,7 +244,9 @@ def sound_row(row: Record) -> Record | None:
     """
     if not is_whole(row.get("step")) or row["step"] < 0 or not is_whole(row.get("attempt", 0)):
         return None
-    # Numbers first: nearly all are, and a long run has a million rows.
+    # A long run has a million rows, and nearly all are sound.
+    if _are_numbers(row):
+        return row
     wrong: Record = {
         key: None
         for key, value in row.items()
@@ -156,6 +257,20 @@ def sound_row(row: Record) -> Record | None:
     if not isinstance(row.get("mfu_convention", ""), str):
         wrong["mfu_convention"] = None
     return {**row, **wrong} if wrong else row
+
+
+def _are_numbers(row: Record) -> bool:
+    """Whether all values but the convention's name are surely finite numbers of usual size, or None."""
+    values = list(row.values())
+    if isinstance(row.get("mfu_convention"), str):
+        values.remove(row["mfu_convention"])
+    numbers = [*filter(None, values)]
+    if not _NUMBERS.issuperset(map(type, values)):
+        return False
+    return not numbers or (-_USUAL < min(numbers) <= max(numbers) < _USUAL and math.isfinite(sum(numbers)))
+
+
+_NUMBERS, _USUAL = frozenset({int, float, type(None)}), 1 << 62
 
 
 def wall_begin(events: Iterable[Record], record: Record) -> float | None:

@@ -23,10 +23,11 @@ from orchestra.errors import (
     LaunchError,
 )
 from orchestra.recovery.history import last_attempt
-from orchestra.report.run_state import RunState, name_of, read_state, recent_rows
+from orchestra.report.run_state import RunState, name_of, read_state
 from orchestra.report.scheduler import OPEN, elsewhere, with_scheduler
 from orchestra.run.control import stop_requests
 from orchestra.run.events import is_number, read_events
+from orchestra.run.metrics_file import recent_rows
 from orchestra.run.paths import RunDir
 from orchestra.run.record import RunPhase
 from orchestra.run.run_lineage import read_lineage

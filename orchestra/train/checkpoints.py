@@ -25,10 +25,10 @@ from checkpointing.options import Options, no_fault
 from conf.schema import Config, RollBackConfig, WhenBusy
 from orchestra.errors import EXIT_FAILED, RollBackError, UnsavedError
 from orchestra.run.events import EventWriter, is_number, read_events
-from orchestra.run.metrics_file import read_metrics
+from orchestra.run.metrics_file import recent_rows
 from orchestra.run.paths import RunDir
 from orchestra.run.rollback import BadSteps, Stretch
-from orchestra.run.run_lineage import newer_attempt
+from orchestra.run.run_lineage import newer_attempt, read_lineage
 from orchestra.sizes import save_interval
 from orchestra.sizes.save_interval import Interval
 from orchestra.sizes.topology import BatchRamp, batch_ramp
@@ -42,7 +42,7 @@ from orchestra.train.state import CheckpointContext, Position, TensorState, posi
 _FENCED_PHASES = ("before_manifest", "before_prune")
 # Steps that are timed for `checkpoint.every_steps=auto`; the very first of an attempt or a batch is not.
 _TIMED_STEPS = 20
-# How many of the newest rows and saves of earlier attempts are used.
+# How many of the newest saves of earlier attempts are used.
 _RECENT = 20
 # How often the last checkpoint of an attempt is tried at least: no later one can make up for it.
 _LAST_TRIES = 2
@@ -174,11 +174,11 @@ class SaveRhythm:
             self._context.record("save_interval", evidence)
 
     def _by_earlier_attempts(self) -> Interval | None:
-        recent = read_metrics(self._context.run)[-_RECENT:]
+        run = self._context.run
         # The time of a step grows with its batch.
         times = [
             float(row["step_time_s"]) * self._batch_size / self._batches.at(row["step"]).global_batch_size
-            for row in recent
+            for row in recent_rows(run, read_lineage(run))
             if is_number(row.get("step_time_s"))
         ]
         return self._interval(statistics.median(times)) if times else None

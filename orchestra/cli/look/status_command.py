@@ -52,7 +52,7 @@ from orchestra.report.unwatched import unwatched
 from orchestra.run.config_file import read_config
 from orchestra.run.events import read_events
 from orchestra.run.files import Record
-from orchestra.run.metrics_file import eval_column, repeats_words
+from orchestra.run.metrics_file import FollowedRows, eval_column, repeats_words
 from orchestra.run.paths import RunDir
 from orchestra.run.record import RunPhase
 from orchestra.run.rollback import RollBack, roll_backs
@@ -121,8 +121,9 @@ def _record(state: RunState | SweepState, *, with_accounts: bool) -> dict[str, o
         events = read_events(run)
         processes = [dataclasses.asdict(each) for each in _processes(state, run, newest_attempt(events))]
         more = {"processes": processes} if processes else {}
-        more |= spent_record(run, events, state.state, time.time())
-        more["used"] = read_spending(run, events, state.state, time.time()).to_json()
+        rows, now = FollowedRows(run.metrics).read(), time.time()
+        more |= spent_record(run, events, rows, state.state, now)
+        more["used"] = read_spending(run, events, rows, state.state, now).to_json()
     return {"kind": "run", **state.to_json(), **more}
 
 
@@ -174,9 +175,10 @@ def _of_run(state: RunState) -> list[str]:
         "slices": in_words(time_slices(events)),
         "back": _back(roll_backs(events)),
     }
-    spent = spent_lines(run, events, state.state, now) if events else []
+    rows = FollowedRows(run.metrics).read() if events else []
+    spent = spent_lines(run, events, rows, state.state, now) if events else []
     lines = [f"{word:<7} {text}" for word, text in facts.items() if text]
-    used = used_lines(read_spending(run, events, state.state, now)) if state.attempts else []
+    used = used_lines(read_spending(run, events, rows, state.state, now)) if state.attempts else []
     return [*lines, *attention_lines(events), *spent, *used, *_next(state, run)]
 
 

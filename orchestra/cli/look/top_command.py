@@ -50,6 +50,7 @@ from orchestra.report.run_state import RunState, SweepState, runs_of
 from orchestra.report.scheduler import read_states
 from orchestra.run.events import is_number
 from orchestra.run.files import read_last_lines
+from orchestra.run.metrics_file import FollowedRows
 from orchestra.run.paths import RunDir, SweepDir, read_sweep
 
 _EVERY_S, _LONGEST_EVERY_S, _REDRAW_S = 2.0, 86_400.0, 1.0
@@ -115,6 +116,8 @@ class Top:
     asks: tuple[str, ...] = ()
     is_over: bool = False
     _questions: Questions = field(default_factory=Questions)
+    # The rows of the run that is looked at, by its path.
+    _rows: dict[str, FollowedRows] = field(default_factory=dict)
 
     def read(self) -> None:
         """Read what the page shows."""
@@ -123,7 +126,9 @@ class Top:
         if isinstance(self.target, RunDir):
             (state,), _ = read_states([self.target], now, self._questions)
             assert isinstance(state, RunState)
-            observed = observe(state, now, {})
+            if state.path not in self._rows:
+                self._rows = {state.path: FollowedRows(self.target.metrics)}
+            observed = observe(state, now, {}, self._rows[state.path])
             self.view = RunView(state, observed, look(observed, Limits()))
             return
         self.view = None

@@ -50,6 +50,7 @@ from orchestra.report.run_state import RunState, SweepState
 from orchestra.report.scheduler import read_states
 from orchestra.run.events import WATCH_PREFIX, EventWriter, read_events
 from orchestra.run.files import Record
+from orchestra.run.metrics_file import FollowedRows
 from orchestra.run.paths import RunDir, SweepDir
 from orchestra.run.permissions import open_as_folder
 from orchestra.run.record import RunPhase
@@ -228,6 +229,8 @@ class Watch:
     _ends: dict[Path, list[OneLook]] = field(default_factory=dict)
     # Members that ended, as they were when they did.
     _over: dict[Path, prometheus.Seen] = field(default_factory=dict)
+    # The rows of those that were looked at.
+    _rows: dict[Path, FollowedRows] = field(default_factory=dict)
     # What this terminal shows of each run, by the alerts' keys.
     _shown: dict[Path, dict[str, Alert]] = field(default_factory=dict)
     # What was said of runs and does not stand in their events: a disk was full, or it is dry.
@@ -358,12 +361,14 @@ class Watch:
             seen = self._see(state, now)
             last = replace(seen.observed, rows=seen.observed.rows[-1:], events=(), nodes=())
             before = self._over[path] = replace(seen, observed=last)
+            self._rows.pop(path, None)
         return before
 
     def _see(self, state: RunState, now: float) -> prometheus.Seen:
         run = RunDir(Path(state.path))
         try:
-            observed = observe(state, now, {verb: invocation(verb, run) for verb in _VERBS})
+            rows = self._rows.setdefault(run.path, FollowedRows(run.metrics))
+            observed = observe(state, now, {verb: invocation(verb, run) for verb in _VERBS}, rows)
         except (OSError, ConfigError) as error:
             # What is read when it is in the midst of a change, or of a folder that went away.
             observed = ObservedRun(state.name, now, RunPhase.unreadable, cause=str(error))

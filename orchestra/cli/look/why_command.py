@@ -41,6 +41,7 @@ from orchestra.report.scheduler import job_logs, read_states
 from orchestra.report.stalled import stalled_words
 from orchestra.run.events import read_events
 from orchestra.run.files import Record
+from orchestra.run.metrics_file import FollowedRows
 from orchestra.run.paths import RunDir
 from orchestra.run.record import RunPhase
 from orchestra.run.run_lineage import newest_checkpoint
@@ -105,7 +106,7 @@ def _of_run(state: RunState, arguments: Namespace) -> list[str]:
             "cause": state.cause,
             "job": state.job,
             "job_state": state.job_state,
-            **spent_record(run, events, state.state, now),
+            **spent_record(run, events, FollowedRows(run.metrics).read(), state.state, now),
             "verdict": None if verdict is None else dataclasses.asdict(verdict),
             "stalled_collectives": (stalled_words(run, events) or (None, []))[1],
             "attempts": [ended.record() for ended in attempts],
@@ -123,7 +124,7 @@ def _of_run(state: RunState, arguments: Namespace) -> list[str]:
         *([f"slices  {slices}"] if slices else []),
         *_stalled_lines(run, events),
         *node_lines(events),
-        *spent_lines(run, events, state.state, now),
+        *spent_lines(run, events, FollowedRows(run.metrics).read(), state.state, now),
     ]
     if not began:
         return [*_without_verdict(run, state), *before, *_how_to_go_on(run, state, verdict, events)]

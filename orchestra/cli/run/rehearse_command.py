@@ -35,8 +35,8 @@ from orchestra.rehearsal.prepare_rehearsal import (
     why_no_node_goes_down,
     write_pair,
 )
-from orchestra.report.run_state import recent_rows
 from orchestra.run.config_file import plain_values, read_config
+from orchestra.run.metrics_file import recent_rows
 from orchestra.run.paths import RunDir
 from orchestra.run.planned_faults import NODE_DOWN_VARIABLE
 from orchestra.run.run_lineage import read_lineage

@@ -344,10 +344,12 @@ _WORDS = {
 _NAMED = 4
 
 
-def spent_lines(run: RunDir, events: Sequence[Record], state: RunPhase, now: float) -> list[str]:
+def spent_lines(
+    run: RunDir, events: Sequence[Record], rows: Sequence[Record], state: RunPhase, now: float
+) -> list[str]:
     """Return where the time of a run in `state` went and which ranks are slow, in at most 80 columns."""
     lines = []
-    accounts = read_accounts(run, events, state, now)
+    accounts = read_accounts(run, events, rows, state, now)
     if accounts.wall_s > 0:
         # What rounds to nothing says nothing.
         spent = {word: getattr(accounts, key) for key, word in _WORDS.items()}
@@ -383,9 +385,11 @@ def used_lines(used: Spending) -> list[str]:
     return _labelled("used", "; ".join([*known, *words]))
 
 
-def spent_record(run: RunDir, events: Sequence[Record], state: RunPhase, now: float) -> Record:
+def spent_record(
+    run: RunDir, events: Sequence[Record], rows: Sequence[Record], state: RunPhase, now: float
+) -> Record:
     """Return the same for `--json`: `accounts` in seconds, `goodput`, `stragglers`."""
-    accounts = read_accounts(run, events, state, now)
+    accounts = read_accounts(run, events, rows, state, now)
     slow = [dataclasses.asdict(each) for each in slow_ranks(events)]
     return {"goodput": accounts.goodput, "accounts": accounts.to_json(), "stragglers": slow}
 

@@ -389,8 +389,8 @@ def test_a_restarting_run_is_not_resumed(tmp_path: Path, slurm: FakeSlurm, job: 
 
 def test_the_wall_time_of_a_restarting_run_goes_on(waiting: RunDir) -> None:
     events, now = read_events(waiting), time.time() + 200
-    going = read_accounts(waiting, events, RunPhase.restarting, now)
-    over = read_accounts(waiting, events, RunPhase.failed, now)
+    going = read_accounts(waiting, events, [], RunPhase.restarting, now)
+    over = read_accounts(waiting, events, [], RunPhase.failed, now)
     assert going.wall_s == pytest.approx(over.wall_s + 200, abs=30)
 
 

@@ -13,6 +13,7 @@ from orchestra.cli.text.describe import used_lines
 from orchestra.report.spending import Spending, read_spending, spending
 from orchestra.run.events import read_events
 from orchestra.run.files import Record
+from orchestra.run.metrics_file import FollowedRows
 from orchestra.run.record import RunPhase
 
 PRICED = Config(cluster=ClusterConfig(price_per_gpu_hour=2.5, currency="EUR"))
@@ -29,7 +30,7 @@ def started(time: float, attempt: int, nodes: int = 2, **more: object) -> list[R
 
 def test_a_run_that_lost_a_node_held_its_gpus_throughout(tmp_path: Path) -> None:
     run = long_run(tmp_path, steps=1000, nodes=2)
-    used = read_spending(run, read_events(run), RunPhase.finished, 0.0)
+    used = read_spending(run, read_events(run), FollowedRows(run.metrics).read(), RunPhase.finished, 0.0)
     seconds = 2 * START_S + (600 + 500) * STEP_S + 5.0
     assert used.gpu_hours == pytest.approx(16 * seconds / 3600)
     # Those of steps that were trained again were used too.
