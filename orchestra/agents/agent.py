@@ -402,5 +402,5 @@ def train_here(
         except (LauncherError, OSError) as error:
             raise LaunchError(str(error)) from error
     last = attempt if result.last_attempt is None else result.last_attempt
-    verdict = result.unwritten or node_verdict(attempt_of(read_events(run), last))
+    verdict = result.unwritten or node_verdict(attempt_of(read_events(run, attempt=last), last))
     return last, verdict or Verdict(result.code, "no verdict", "the attempt left no record of its end")

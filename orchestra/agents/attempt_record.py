@@ -60,7 +60,7 @@ class AttemptRecord:
 
     def seen(self) -> Attempt:
         """Return what everybody has written about this attempt so far."""
-        return attempt_of(read_events(self.run), self.number)
+        return attempt_of(read_events(self.run, attempt=self.number), self.number)
 
     def conclude(
         self,

@@ -9,14 +9,13 @@ to begin again is restarting. YAML is not parsed: a thousand runs are read in le
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import re
 import socket
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -220,6 +219,7 @@ _EVENTS = (
 )
 # The writers of events that stand for a command, not for an attempt.
 _OF_COMMANDS = ("submit.", "cancel.", "verify.", "watch.")
+_ATTEMPT = re.compile(r"attempt-(\d+)")
 # In a frozen configuration: the key `steps` of the section `train`, which is written by OmegaConf.
 _STEPS = re.compile(r"^train:\n(?:[ #].*\n)*?  steps: (\d{1,18})$", re.MULTILINE)
 
@@ -313,7 +313,7 @@ def read_state(run: RunDir, now: float) -> RunState:
 
 def _read_state(run: RunDir, now: float) -> RunState:
     record = read_record(run)
-    events = read_events(run, _EVENTS)
+    events = read_events(run, _EVENTS, newest_ranks=True)
     rows = recent_rows(run, lineage_of(events))
     state, verdict = read_ending(run, events, now, record)
     steps = _steps(run, record)
@@ -522,9 +522,8 @@ def read_ending(
         return (RunPhase.queued if goes_on else verdict.state), verdict
     if not is_of_this_host(attempt.start):
         # A step may take longer than that, but its node's agent says every few seconds that it lives.
-        written = [run.metrics, *_own_event_files(run), *_heartbeats(run)]
-        is_silent = now - _last_written(written) >= _SILENCE_S
-        return (RunPhase.unknown if is_silent else RunPhase.running), None
+        is_heard = any(now - _written(file) < _SILENCE_S for file in attempt_files(run))
+        return (RunPhase.running if is_heard else RunPhase.unknown), None
     if leader_lives(attempt.start):
         return RunPhase.running, None
     return _without_leader(attempt)
@@ -570,30 +569,37 @@ def _may_still_start(record: Record) -> bool:
     return leader_lives(record)
 
 
-def attempt_files(run: RunDir) -> list[Path]:
-    """Return the files that an attempt writes while it lives; those of commands about the run left out."""
-    return [run.metrics, *_own_event_files(run), *_heartbeats(run), *run.logs.glob("attempt-*/*.log")]
+def attempt_files(run: RunDir) -> Iterator[Path]:
+    """Yield the files that the run's newest two attempts write while they live, those first that are written
+    most often; those of commands about the run left out.
+    """
+    yield run.metrics
+    yield from run.heartbeats.glob("node-*.json")
+    # Whoever asks about a run of a thousand ranks does not ask for the files of all its attempts.
+    own = [file for file in event_files(run) if not file.name.startswith(_OF_COMMANDS)]
+    yield from _of_newest(own)
+    for folder in _of_newest([*run.logs.glob("attempt-*")]):
+        yield from folder.glob("*.log")
 
 
-def _heartbeats(run: RunDir) -> list[Path]:
-    return [*run.heartbeats.glob("node-*.json")]
-
-
-def _own_event_files(run: RunDir) -> list[Path]:
-    return [file for file in event_files(run) if not file.name.startswith(_OF_COMMANDS)]
+def _of_newest(files: Sequence[Path]) -> list[Path]:
+    """Return those files that do not belong to attempts before the newest two."""
+    numbers = [int(match[1]) if (match := _ATTEMPT.match(file.name)) else None for file in files]
+    last = max((number for number in numbers if number is not None), default=0)
+    return [file for file, number in zip(files, numbers, strict=True) if number is None or number >= last - 1]
 
 
 def last_growth(run: RunDir) -> float:
     """Return when an attempt of the run last wrote something, in Unix seconds; 0 where none ever did."""
-    return _last_written(attempt_files(run))
+    return max(map(_written, attempt_files(run)))
 
 
-def _last_written(files: Iterable[Path]) -> float:
-    times = [0.0]
-    for file in files:
-        with contextlib.suppress(OSError):
-            times.append(file.stat().st_mtime)
-    return max(times)
+def _written(file: Path) -> float:
+    """Return when a file was written; 0 for one that cannot be seen."""
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -41,6 +41,13 @@ _WRITTEN, _NO_ROOM = ".jsonl", ".no-room"
 _OF_NAMES = ("event", "attempt", "time", "rank", "node", "code", "step", "undecided", "fallback")
 _TEXTS_OF_NAMES = ("cause", "message")
 _NEWEST_ONLY = ("checkpoint_committed",)
+# The files of ranks and agents: attempt, kind and number.
+_OF_ATTEMPT = re.compile(r"attempt-(\d+)\.(rank|node)-(\d+)\.")
+# Events that rank 0 alone writes, and such that no rank does: the others' files are not read for them.
+_OF_RANK_0 = {"restored", "roll_back", "checkpoint_started", "checkpoint_committed", "checkpoint_needs"}
+_OF_NO_RANK = {"submitted", "attempt_started", "restarting", "waits_on"}
+# From so many files on, so many threads read them.
+_MANY_FILES, _READERS = 200, 16
 
 
 class EventWriter:
@@ -113,19 +120,60 @@ def _is_renamed(before: Path, path: Path) -> bool:
     return True
 
 
-def read_events(run: RunDir, names: tuple[str, ...] = ()) -> list[Record]:
-    """Return all events of a run, ordered by time; with `names` at least all those that are called so.
+def read_events(
+    run: RunDir, names: tuple[str, ...] = (), attempt: int | None = None, *, newest_ranks: bool = False
+) -> list[Record]:
+    """Return all events of a run, ordered by time; with `names` at least all those that are called so, with
+    `attempt` at least all those of this one, with `newest_ranks` of the attempts before the newest two
+    perhaps only what agents, commands and rank 0 wrote.
 
     Each has a name, a finite `time` and an integer `attempt`; where it has a `rank`, `code`, `step` or `pid`
     these are integers, and `cause` and `message` are texts. Records without the former, or with a rank that
     is no integer, are passed over; other fields of a wrong type are left out.
     """
-    wanted = _called(names) if names else None
     entries = _entries(run)
-    written = [run.events / name for name in entries if name.endswith(_WRITTEN)]
-    records = [record for file in written for record in _records(file, wanted)]
+    written = _that_tell(
+        [name for name in entries if name.endswith(_WRITTEN)], set(names), attempt, newest_ranks
+    )
+    records = _all_records([run.events / name for name in written], _called(names) if names else None)
     records += [from_name(name.removesuffix(_NO_ROOM)) for name in entries if name.endswith(_NO_ROOM)]
     return sorted((_cleaned(record) for record in records if _is_event(record)), key=_time)
+
+
+def _that_tell(files: Sequence[str], names: set[str], attempt: int | None, newest_ranks: bool) -> list[str]:
+    """Return which of the writers' files may hold what is asked for: each attempt of a thousand ranks leaves
+    a thousand, and on a network file system each takes some round trips.
+    """
+    matches = [_OF_ATTEMPT.match(name) for name in files]
+    last = max((int(match[1]) for match in matches if match), default=0)
+
+    def tells(match: re.Match[str] | None) -> bool:
+        if match is None:
+            return True
+        number, is_rank, index = int(match[1]), match[2] == "rank", int(match[3])
+        if attempt is not None and number != attempt:
+            return False
+        if not is_rank:
+            return not names or not names <= _OF_RANK_0
+        if names and names <= (_OF_NO_RANK if index == 0 else _OF_NO_RANK | _OF_RANK_0):
+            return False
+        return index == 0 or not newest_ranks or number >= last - 1
+
+    return [name for name, match in zip(files, matches, strict=True) if tells(match)]
+
+
+def _all_records(files: Sequence[Path], wanted: re.Pattern[bytes] | None) -> list[Record]:
+    """Read files in their order; several threads do where they are many."""
+    if len(files) < _MANY_FILES:
+        return [record for file in files for record in _records(file, wanted)]
+    # Brings `logging` with it, which no command needs for a small run.
+    from concurrent.futures import ThreadPoolExecutor
+
+    size = -(-len(files) // _READERS)
+    parts = [files[begin : begin + size] for begin in range(0, len(files), size)]
+    with ThreadPoolExecutor(_READERS) as pool:
+        read = pool.map(lambda part: [record for file in part for record in _records(file, wanted)], parts)
+        return [record for records in read for record in records]
 
 
 def _records(file: Path, wanted: re.Pattern[bytes] | None) -> Iterator[Record]:

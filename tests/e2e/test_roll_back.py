@@ -19,7 +19,7 @@ from commands import (
 )
 
 from orchestra.data.order import read_ledger
-from orchestra.run.events import EventWriter
+from orchestra.run.events import EventWriter, read_events
 from orchestra.run.paths import RunDir
 from orchestra.run.rollback import EVENT
 
@@ -77,6 +77,12 @@ def test_a_run_that_went_back_ends_as_if_that_data_had_never_been_there(
     why = printed(folder, "why", name)
     assert all(words in why for words in ("loss spike", f"it goes back to step {TO}", steps))
     assert f"1 roll-back: the data of {steps} is left out" in printed(folder, "status", name)
+    # Whoever asks by name is spared the files that hold no such events.
+    told = read_events(run)
+    for kind in {event["event"] for event in told}:
+        assert [e for e in read_events(run, (kind,)) if e["event"] == kind] == [
+            e for e in told if e["event"] == kind
+        ]
 
 
 def test_whoever_resumes_it_elsewhere_leaves_the_same_data_out(

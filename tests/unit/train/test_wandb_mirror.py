@@ -150,7 +150,7 @@ def test_two_kills_and_a_roll_back_make_one_run_with_each_step_once(
     sleep_into_the_next_second()
     third = begin(run, 2, 10, mode=WandbMode.offline)
     third.finish(range(11, 19))
-    EventWriter(run, rank_writer(2, 1), 2, rank=1).write("roll_back", step=18, to=10, cause="loss spike")
+    EventWriter(run, rank_writer(2, 0), 2, rank=0).write("roll_back", step=18, to=10, cause="loss spike")
     sleep_into_the_next_second()
     # As on a host whose clock is far ahead.
     (folder,) = [file.parent for file in offline_files(run)]
