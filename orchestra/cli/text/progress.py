@@ -8,6 +8,7 @@ that fails says so in the end, and the training goes on.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import re
@@ -34,8 +35,9 @@ _STOPPING = "stopping after this step, with a checkpoint (Ctrl-C again: at once)
 _STOPPING_UNSAVED = "stopping after this step; nothing is saved (Ctrl-C again: at once)"
 # Before the first row: whether a step is on nobody here knows.
 _STOPPING_UNBEGUN = "stopping (Ctrl-C again: at once)"
-# What is remembered of each row: a run may have a million of them.
 _OF_CLOSING = re.compile(r"(attempt \d+ finished: )?finished")
+# How many rows are remembered, and what of each: a run may have a million of them.
+_MOST_ROWS = 20_000
 _KEPT = ("step", "attempt", "loss", "tokens", "tokens_per_s", "mfu", "mfu_causal", "step_time_s")
 
 
@@ -69,7 +71,9 @@ class Progress:
         self._events = JsonLinesReader(run.event_file(rank_writer(attempt, 0)))
         if attempt:
             # What the attempts before trained is no news.
-            self.update()
+            for _ in self._read():
+                pass
+            self._follow_checkpoints()
             self.has_begun = False
 
     @property
@@ -94,21 +98,33 @@ class Progress:
 
     def update(self) -> list[Record]:
         """Read the rows written since the last call and return them."""
-        new = [row for read in self._reader.read_new() if (row := sound_row(read)) is not None]
+        new = list(itertools.chain.from_iterable(self._read()))
         self._follow_checkpoints()
-        if new:
-            self.has_begun = True
-            rows = [{"attempt": -1} | {key: row[key] for key in _KEPT if key in row} for row in new]
-            if self.rows and rows[0]["step"] <= self.rows[-1]["step"]:
-                self.rows = rows_that_count([*self.rows, *rows])
-            else:
-                self.rows += rows_that_count(rows)
-            for row in new:
-                self.held_out = eval_losses(row) or self.held_out
-            newest = self.last.get("attempt", -1)
-            # Of one that was replaced none counts any more.
-            self.last = next((row for row in new[::-1] if row.get("attempt", newest) >= newest), self.last)
         return new
+
+    def _read(self) -> Iterator[list[Record]]:
+        """Take the rows written since the last call, and yield them in parts: there may be a million."""
+        for records in self._reader.pieces():
+            if new := [row for read in records if (row := sound_row(read)) is not None]:
+                self._take(new)
+                yield new
+
+    def _take(self, new: list[Record]) -> None:
+        self.has_begun = True
+        rows = [{"attempt": -1} | {key: row[key] for key in _KEPT if key in row} for row in new]
+        if self.rows and rows[0]["step"] <= self.rows[-1]["step"]:
+            self.rows = rows_that_count([*self.rows, *rows])
+        else:
+            self.rows += rows_that_count(rows)
+        if len(self.rows) > _MOST_ROWS:
+            # Of older ones every second is forgotten, and then again.
+            newest = _MOST_ROWS // 2
+            self.rows = [*self.rows[:-newest:2], *self.rows[-newest:]]
+        for row in new:
+            self.held_out = eval_losses(row) or self.held_out
+        last = self.last.get("attempt", -1)
+        # Of one that was replaced none counts any more.
+        self.last = next((row for row in new[::-1] if row.get("attempt", last) >= last), self.last)
 
     def _follow_checkpoints(self) -> None:
         for event in self._events.read_new():

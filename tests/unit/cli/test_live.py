@@ -15,6 +15,7 @@ from orchestra.cli.text.progress import GuardedView, PlainView, Progress, open_v
 from orchestra.run.events import EventWriter, rank_writer
 from orchestra.run.files import JsonLinesWriter
 from orchestra.run.paths import RunDir
+from tests.support.long_runs import lines
 
 
 def _row(step: int, loss: float, mfu: float | None = 0.25) -> dict[str, object]:
@@ -113,6 +114,16 @@ def test_the_summary_counts_what_was_trained_again_once(tmp_path: Path) -> None:
     assert progress.losses == [5.0, 3.5, 3.0]
     summary = progress.summary()
     assert (summary.step, summary.first_loss, summary.last_loss, summary.tokens) == (4, 5.0, 3.0, 40)
+
+
+def test_of_a_very_long_run_few_rows_are_remembered(tmp_path: Path) -> None:
+    run, num_rows = RunDir(tmp_path), 45_000
+    lines(run.metrics, (_row(step, 5.0 - step / num_rows) for step in range(1, num_rows + 1)))
+    progress = Progress(run, num_rows, attempt=1)
+    assert len(progress.rows) <= 20_000
+    assert [row["step"] for row in progress.rows[-10_000:]] == list(range(num_rows - 9_999, num_rows + 1))
+    summary = progress.summary()
+    assert (summary.step, summary.first_loss, summary.last_loss) == (num_rows, 5.0 - 1 / num_rows, 4.0)
 
 
 def test_a_terminal_gets_one_line_that_fits_and_the_loss_as_blocks(tmp_path: Path) -> None:
