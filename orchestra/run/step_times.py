@@ -27,6 +27,10 @@ from orchestra.run.paths import RunDir
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 60.0
 # A microsecond is less than the clock's own cost.
 _DECIMALS = 6
+# About what one time takes in a file; and the multiples of this number are spread evenly (D. Knuth, The Art
+# of Computer Programming 3, 6.4: near the golden ratio).
+_BYTES_OF_ONE = 16
+_SCATTER, _SCATTERED = 2654435769, 1 << 32
 _NAME = re.compile(r"^attempt-(\d{3,9})\.rank-(\d{5,9})\.jsonl$")
 
 
@@ -93,23 +97,33 @@ class RankStepTimes:
     seconds: dict[int, float]
 
 
-def read_step_times(run: RunDir) -> Iterator[RankStepTimes]:
-    """Yield what each file holds, by attempt and rank; what is damaged in it is passed over."""
+def read_step_times(run: RunDir, most: int = 1_000_000) -> Iterator[RankStepTimes]:
+    """Yield what each file holds, by attempt and rank; what is damaged in it is passed over. Of many more
+    times than `most` some steps are taken, the same ones of all ranks.
+    """
     try:
         with os.scandir(run.times) as entries:
-            names = [match for entry in entries if (match := _NAME.match(entry.name))]
+            found = [(match, entry.stat().st_size) for entry in entries if (match := _NAME.match(entry.name))]
     except OSError:
         return
+    names = [match for match, _ in found]
+    share = most * _BYTES_OF_ONE / max(1, sum(size for _, size in found))
     for match in sorted(names, key=lambda each: (int(each[1]), int(each[2]))):
         host, seconds = "?", {}
         for record in read_json_lines(run.times / match[0]):
             steps, own_s = record.get("steps"), record.get("own_s")
             if isinstance(steps, list) and isinstance(own_s, list):
                 pairs = zip(steps, own_s, strict=False)
-                seconds.update({step: own for step, own in pairs if is_whole(step) and is_number(own)})
+                known = ((step, own) for step, own in pairs if is_whole(step) and is_number(own))
+                seconds.update({step: own for step, own in known if _is_taken(step, share)})
             host = str(record.get("host", host))
         if seconds:
             yield RankStepTimes(int(match[1]), int(match[2]), host, seconds)
+
+
+def _is_taken(step: int, share: float) -> bool:
+    """Whether a step is among that share of all, as if drawn at random."""
+    return share >= 1.0 or step * _SCATTER % _SCATTERED < share * _SCATTERED
 
 
 def ratios_in_stages(window: Sequence[float], num_stages: int) -> list[float]:

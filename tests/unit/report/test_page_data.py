@@ -189,6 +189,12 @@ def test_own_times_are_written_few_lines_long_and_a_torn_one_is_passed_over(tmp_
     (run.times / "notes.txt").write_text("none of ours")
     read = [*read_step_times(run)]
     assert [(each.attempt, each.rank, each.seconds) for each in read] == [(2, 7, own), (2, 8, {1: 0.1})]
+    # Of very many times those of the same steps of all ranks are taken.
+    (run.times / "attempt-002.rank-00009.jsonl").write_bytes(file.read_bytes())
+    taken = [each.seconds for each in read_step_times(run, most=200) if each.rank != 8]
+    assert taken[0] == taken[1] == {step: own[step] for step in taken[0]}
+    assert 60 <= len(taken[0]) <= 220
+    assert max(taken[0]) - min(taken[0]) > 4_000
     # A folder that cannot be made costs the times alone.
     (tmp_path / "file").write_text("")
     full = StepTimesFile(RunDir(tmp_path / "file"), 0, 0)
