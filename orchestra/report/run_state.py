@@ -396,7 +396,7 @@ def _job_to_ask_about(
 def _cause(state: RunPhase, verdict: Verdict | None, events: list[Record]) -> str | None:
     if state is RunPhase.cancelled:
         last = [event for event in events if event["event"] == "cancelled"][-1]
-        return f"job {last.get('job', '?')} was taken out of the queue by {last.get('user', '?')}"
+        return f"asked for by {last.get('user', '?')}, before job {last.get('job', '?')} took it up"
     return verdict.cause if verdict is not None else None
 
 

@@ -64,7 +64,10 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Write the page, say where, and return 0. Raises ConfigError for runs that do not go into one page."""
+    """Write the page, say where, and return 0.
+
+    Raises ConfigError for runs that do not go into one page, and where the page cannot be written.
+    """
     targets = [resolve_target(text, arguments.dir) for text in arguments.runs]
     if arguments.serve:
         return _serve(targets, arguments)
@@ -78,10 +81,14 @@ def run(arguments: Namespace) -> int:
         return EXIT_DONE
     if arguments.output is None and len(targets) > 1:
         raise ConfigError("a page of several runs belongs to none of them; say where: -o FILE")
-    place.parent.mkdir(parents=True, exist_ok=True)
     page = html_page(_title(targets), data)
-    with open_as_folder(place.parent):
-        write_atomically(place, page, is_synced=False)
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with open_as_folder(place.parent):
+            write_atomically(place, page, is_synced=False)
+    except OSError as error:
+        words = f"{shown(place.absolute())}: cannot be written ({error.strerror})"
+        raise ConfigError(f"{words}; write it elsewhere with --output FILE") from error
     print(f"{shown(place.absolute())}: {place.stat().st_size / 1e6:.2f} MB")
     for part in [*data["runs"], *filter(None, [data["sweep"]])]:
         print(f"{part['name']}: {part['verdict']['sentence']}")

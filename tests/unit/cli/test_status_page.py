@@ -23,7 +23,7 @@ from orchestra.cli.text.resolve import all_targets, resolve, resolve_target
 from orchestra.errors import EXIT_USAGE, ConfigError
 from orchestra.recovery.accounting import attempt_times
 from orchestra.report.unwatched import beginner, begun_by_this
-from orchestra.run.control.stop_requests import read_requests
+from orchestra.run.control.stop_requests import read_requests, user_name
 from orchestra.run.events import EventWriter, node_writer, rank_writer
 from orchestra.run.files import JsonLinesWriter
 from orchestra.run.paths import RunDir, Sweep, SweepDir, SweepMember, read_sweep, to_json
@@ -295,6 +295,9 @@ def test_waiting_members_are_cancelled_in_one_and_recorded(
     slurm.put("squeue", "exit 1")
     (state,) = orchestra.json("status", "lr-sweep")
     assert state["counts"] == {"not started": 1, "cancelled": 3}, "from the runs' own records"
+    # The words hold for a member, too, that was taken off the list of a job which goes on.
+    reason = f"asked for by {user_name()}, before job 50_0 took it up"
+    assert reason in orchestra("status", f"{sweep.member(0).path}").out
 
 
 def test_some_of_an_arrays_waiting_tasks_are_held_before_they_are_cancelled(

@@ -260,6 +260,9 @@ def test_a_page_does_not_take_the_place_of_a_folder(
     run.record.write_text("{}")
     for place, says in (("", "--output: it is empty; give a path"), (".", "--output .: it is a folder")):
         assert says in orchestra("report", "./nothing", "-o", place, code=2).err
+    refused = orchestra("report", "./nothing", "-o", "nothing/run.json/page.html", code=2).err
+    assert "page.html: cannot be written (" in refused
+    assert refused.endswith("with --output FILE\n")
     assert [path.name for path in tmp_path.iterdir()] == ["nothing"]
 
 
