@@ -138,14 +138,15 @@ class Checkpointer(Saver):
         """
         assert self._fallback is not None
         try:
+            is_new = isinstance(self._fallback, LocalStorage) and not Path(self._fallback.place).exists()
             self._fallback.put(probe := f".probe-{secrets.token_hex(4)}", b"")
             self._fallback.remove(probe)
             free = self._fallback.free_bytes()
-            if isinstance(self._fallback, LocalStorage):
+            if is_new:
                 # Only an empty folder: a newer attempt may have saved there since.
                 with contextlib.suppress(OSError):
                     Path(self._fallback.place).rmdir()
-        except StorageError as error:
+        except (StorageError, OSError) as error:
             return str(error)
         if free is not None and free < num_bytes:
             return f"{self._fallback.place}: {free:,} bytes are free, a checkpoint takes {num_bytes:,}"

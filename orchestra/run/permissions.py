@@ -68,6 +68,18 @@ def give_to_group(folder: Path, group: str | None) -> None:
             path.chmod(mode | stat.S_IRGRP | stat.S_IWGRP)
 
 
+def make_for_group(folder: Path, group: str) -> None:
+    """Make a folder for a run's group, with those above it that are missing; one that is there is given to it
+    where it is this user's own and empty. Raises OSError.
+    """
+    given = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    if not given and folder.stat().st_uid == os.geteuid() and not any(folder.iterdir()):
+        given = [folder]
+    for path in given:
+        give_to_group(path, group)
+
+
 def close_to_others(paths: Iterable[Path], group: str | None) -> None:
     """Take from others what an older run's files let them write; what is not this user's stays as it is."""
     taken = stat.S_IWOTH if group is not None else _OTHERS_WRITE

@@ -31,13 +31,15 @@ from typing import Any
 import orchestra
 from conf.schema import Config
 from launchers import processes
+from orchestra.config.rules.checkpoint_rules import local_folder
 from orchestra.errors import ConfigError
 from orchestra.plugins import sources_of
 from orchestra.run.config_file import write_config
 from orchestra.run.control.stop_requests import user_name
 from orchestra.run.files import other_place
 from orchestra.run.paths import RunDir, SweepDir, is_sweep
-from orchestra.run.permissions import give_to_group, open_to_group
+from orchestra.run.permissions import give_to_group, make_for_group, open_to_group
+from orchestra.run.record import fallback_place
 from orchestra.sizes.topology import length_of
 from orchestra.sizes.units import MIB
 from orchestra.submit.launch import source_root
@@ -266,6 +268,19 @@ def write_run(request: RunRequest, draft: RunDir, run: RunDir, facts: Mapping[st
     if plugins := plugin_facts_of(request.config):
         own["plugins"] = plugins
     draft.record.write_text(json.dumps({**own, **facts}, indent=2) + "\n")
+    share_checkpoints(draft, request.config)
+
+
+def share_checkpoints(run: RunDir, config: Config) -> None:
+    """Give the folders outside of a run's own that its checkpoints go into to its group, where it has one.
+    What cannot be given stays as it is: who may not write there is told so.
+    """
+    settings, group = config.checkpoint, config.run.group
+    for place in (settings.dir, fallback_place(run, settings.fallback_dir)):
+        folder = None if place is None else local_folder(place)
+        if folder is not None and group is not None:
+            with contextlib.suppress(OSError):
+                make_for_group(folder, group)
 
 
 def made_as_one(planned: Path, write: Callable[[Path, Path], None], *, may_rename: bool) -> Path | None:

@@ -55,7 +55,7 @@ from orchestra.submit.hand_over import RunLedger, hand_over
 from orchestra.submit.job import Share
 from orchestra.submit.job_record import add_intent, intent, number_of_jobs
 from orchestra.submit.launch import WORKER_MODULE
-from orchestra.submit.new_run import code_revision, renew_snapshot
+from orchestra.submit.new_run import code_revision, renew_snapshot, share_checkpoints
 from orchestra.submit.resume_changes import ResumeChanges
 from orchestra.submit.sweeps.arrays import Numbering, PlannedArray, job_of_run
 from orchestra.submit.wait import is_being_ended, settled, unclear
@@ -517,6 +517,7 @@ def _close(run: RunDir, config: Config) -> None:
     """Let others write nothing that the next attempt executes or obeys: older runs took any umask."""
     open_to_group(config.run.group)
     close_to_others((run.path, run.control, run.code, run.batch_script, run.config), config.run.group)
+    share_checkpoints(run, config)
 
 
 def _has_changed(plan: ResumePlan) -> bool:

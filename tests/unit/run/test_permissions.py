@@ -71,6 +71,23 @@ def test_members_of_a_named_group_may_write_and_nobody_else(slurm: FakeSlurm, or
     assert "no such group" in refused
 
 
+def test_checkpoints_outside_of_the_runs_folder_are_the_groups_too(
+    slurm: FakeSlurm, orchestra: CommandLine, tmp_path: Path
+) -> None:
+    (tmp_path / "of-all").mkdir(mode=0o755)
+    (tmp_path / "of-all" / "other").mkdir(mode=0o755)
+    (tmp_path / "mine").mkdir(mode=0o755)
+    keys = [f"checkpoint.dir={tmp_path}/mine", f"checkpoint.fallback_dir={tmp_path}/of-all"]
+    orchestra("submit", *SMALL, *keys, "run.name=alone")
+    assert len(list((tmp_path / "of-all").iterdir())) == 1
+    orchestra("submit", *SMALL, *keys, "run.name=ours", f"run.group={OWN_GROUP}")
+    made = modes(tmp_path / "of-all")
+    (own,) = (name for name in made if name.startswith("ours-"))
+    for mode in (made[own], modes(tmp_path / "mine")["."]):
+        assert mode & (stat.S_ISGID | 0o072) == stat.S_ISGID | 0o070
+    assert not (made["."] | made["other"]) & 0o022, "what others share, and what is in use, stays as it was"
+
+
 def test_members_of_a_named_group_may_stop_what_has_not_begun(
     slurm: FakeSlurm, orchestra: CommandLine
 ) -> None:
