@@ -139,8 +139,16 @@ def _meant(text: str, parent: Path, takes_dir: bool) -> Target:
     raise ConfigError(f"RUN {text}: {problem}; give a run's name or its directory")
 
 
+def _listed(parent: Path) -> tuple[list[Target], ConfigError | None]:
+    """Return what lies in a folder, or why it cannot be listed: what is remembered elsewhere may be meant."""
+    try:
+        return all_targets(parent), None
+    except ConfigError as error:
+        return [], error
+
+
 def _named(text: str, parent: Path, takes_dir: bool) -> Target:
-    targets = all_targets(parent)
+    targets, problem = _listed(parent)
     if matching := _matching(text, targets):
         if len(matching) > 1:
             raise _several(text, [target.name for target in matching])
@@ -151,6 +159,8 @@ def _named(text: str, parent: Path, takes_dir: bool) -> Target:
         if len(matching) > 1:
             raise _several(text, [str(target.path) for target in matching])
         return matching[0]
+    if problem is not None:
+        raise problem
     if not targets:
         advice = "pass --dir if they lie elsewhere" if takes_dir else "give its path if it lies elsewhere"
         raise ConfigError(f"RUN {text}: there is no run in {parent}; {advice}")
@@ -172,12 +182,15 @@ def _sweep_called(text: str, parent: Path) -> SweepDir | None:
         return SweepDir(Path(text).expanduser().absolute())
     if "/" in text or not text:
         return None
-    for targets in (all_targets(parent), elsewhere(parent)):
+    here, problem = _listed(parent)
+    for targets in (here, elsewhere(parent)):
         sweeps = [target for target in targets if isinstance(target, SweepDir)]
         if matching := _matching(text, sweeps):
             if len(matching) > 1:
                 raise _several(text, [target.name for target in matching])
             return SweepDir(matching[0].path.absolute())
+    if problem is not None:
+        raise problem
     return None
 
 

@@ -278,6 +278,10 @@ def test_a_run_is_found_by_its_name_from_anywhere(
     assert str(first.path.parent) in said
     # What was asked for is not looked for elsewhere, and two of a name are told apart by their paths.
     assert "there is no run in" in orchestra("why", "first", "--dir", str(away), code=EXIT_USAGE).err
+    # A folder that cannot be listed, as somebody else's closed one, does not hide what is remembered.
+    (away / "runs").write_text("")
+    assert "first" in orchestra("why", "first").out
+    assert "--dir runs: cannot be listed" in orchestra("why", "neither", code=EXIT_USAGE).err
     made(home.parent / "other" / "runs" / "first")
     assert str(first.path) in orchestra("why", "first", code=EXIT_USAGE).err
 
