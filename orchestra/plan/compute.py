@@ -14,6 +14,7 @@ its weights take longer to read than to multiply.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from itertools import groupby
 
@@ -44,6 +45,7 @@ from orchestra.sizes.flops import (
 )
 from orchestra.sizes.memory.layer_memory import recomputed_kinds
 from orchestra.sizes.memory.loss_memory import loss_chunk_tokens
+from orchestra.sizes.training_shape import widths
 
 # To the experts and back, forward and backward.
 _EXCHANGES = 4
@@ -61,6 +63,8 @@ _REPEATED_PASSES = 0.45
 # Collectives of a layer under sequence parallelism: gather and scatter around attention and around the
 # feed-forward, forward and backward (Korthikanti et al., figure 5). All-reduces instead move as much.
 _COLLECTIVES = 8
+# Of a layer's collectives, where all that a forward pass sends is sent again.
+_ONCE_MORE = 1.5
 # Share of the memory traffic between the tensor-parallel regions: 8 of some 48 saved bytes (activations.py).
 _OUTER_TRAFFIC = 1 / 6
 # A number in 16 bits written and read, and the sum in 32 bits read and written.
@@ -135,15 +139,14 @@ def layer_time(case: PlanCase, *, is_pressed: bool = False) -> LayerTime:
     if is_busy_host:
         elementwise += _host(case, again) + _weights_time(case, held_of_layer(model, case.layout).total)
     ring = 0.0 if case.framework.gathers_context else _ring_attention(case)
-    moved_again = 1.5 if case.recompute is Recompute.full else 1
     # What hides the ring of context parallelism hides nothing else.
     busy = products + max(0.0, attention - ring) + elementwise
     return LayerTime(
         products=products * (1 + _repeated_products(case) / _PASSES),
         attention=attention,
         elementwise=elementwise,
-        collectives=_tensor_collectives(case) * moved_again,
-        exchange=_exchange_s(case) * moved_again,
+        collectives=_tensor_collectives(case),
+        exchange=_exchange_s(case),
         context=_context_s(case, attention / attention_again, ring - attention),
         sharded=_gathered_parameters(case, busy),
         host=0.0 if is_busy_host else _host(case, again),
@@ -265,7 +268,10 @@ def _exchange_s(case: PlanCase) -> float:
         return 0.0
     group = case.group(ep, case.layout.tp * case.layout.cp)
     once = case.network.all_to_all_s(_copies_bytes(case), group, case.device.link_bytes_per_s)
-    return _EXCHANGES * _uneven(case) * once
+    # Of orchestra's selective recomputation, too: of a mixture it keeps attention alone.
+    whole = (Recompute.selective, Recompute.full) if case.is_counted_in_full else (Recompute.full,)
+    is_repeated = case.recompute in whole
+    return _EXCHANGES * _uneven(case) * once * (_ONCE_MORE if is_repeated else 1.0)
 
 
 def _uneven(case: PlanCase) -> float:
@@ -275,10 +281,12 @@ def _uneven(case: PlanCase) -> float:
 
 
 def _copies_bytes(case: PlanCase) -> float:
-    """Return the bytes of a micro-batch's tokens, once for each expert that they go to."""
+    """Return the bytes of a micro-batch's tokens, once for each expert that they go to. Ranks of orchestra's
+    tensor parallelism route all tokens, under sequence parallelism too.
+    """
     tokens, model = case.tokens, case.model
     width = model.num_experts_per_tok * model.hidden_size * tokens.width_bytes if model.num_experts else 0
-    return tokens.count * width / tokens.outer
+    return tokens.count * width / (1 if case.is_counted_in_full else tokens.outer)
 
 
 def _repeated(case: PlanCase) -> float:
@@ -327,19 +335,42 @@ def _host(case: PlanCase, again: float) -> float:
 
 
 def _tensor_collectives(case: PlanCase) -> float:
-    tokens = case.tokens
+    tokens, model = case.tokens, case.model
     if tokens.tp == 1:
         return 0.0
-    whole = tokens.count * case.model.hidden_size * tokens.width_bytes
-    link = case.device.link_bytes_per_s
-    around_each = _COLLECTIVES / 2
-    group = case.group(tokens.tp, 1)
-    once = case.network.all_gather_s(whole, group, link)
-    if tokens.outer == 1 or not case.model.num_experts:
-        return 2 * around_each * once
+    link, group = case.device.link_bytes_per_s, case.group(tokens.tp, 1)
+
+    def gathered(*widths: int) -> float:
+        each = (tokens.count * width * tokens.width_bytes for width in widths)
+        return sum(case.network.all_gather_s(num_bytes, group, link) for num_bytes in each)
+
+    if case.is_counted_in_full:
+        return _own_tensor_collectives(case, gathered)
+    again = _ONCE_MORE if case.recompute is Recompute.full else 1.0
+    once = gathered(model.hidden_size)
     # Each of a token's experts wants all of it from ranks that have parts of the sequence.
-    copies = case.network.all_gather_s(whole * case.model.num_experts_per_tok, group, link)
-    return around_each * (once + copies)
+    has_copies = tokens.outer > 1 and model.num_experts > 0
+    copies = gathered(model.hidden_size * model.num_experts_per_tok) if has_copies else once
+    return again * _COLLECTIVES / 2 * (once + copies)
+
+
+def _own_tensor_collectives(case: PlanCase, gathered: Callable[..., float]) -> float:
+    """Return the same of orchestra's: `gathered` says what all-gathers of tensors of some widths take. What
+    enters attention are latents where there are any, a shared expert's tokens enter and leave by themselves,
+    and a recomputation ends before the sum of the last product. A gather of the backward pass that is hidden
+    behind a product does not count.
+    """
+    model = case.model
+    hidden = [model.hidden_size] * (2 if model.num_experts and model.shared_expert_intermediate_size else 1)
+    latents = [] if model.kv_lora_rank is None else [model.kv_lora_rank + model.qk_rope_head_dim]
+    entering = gathered(*hidden, model.q_lora_rank or model.hidden_size, *latents)
+    leaving, last = gathered(*hidden, model.hidden_size), gathered(model.hidden_size)
+    # Forward and backward; all-reduces move as much as a gather and a scatter.
+    moved = 2 * (entering + leaving)
+    if case.recompute is Recompute.none:
+        return moved
+    is_full, is_cut = case.recompute is Recompute.full, case.tokens.outer > 1
+    return moved + is_cut * entering + is_full * (1 if is_cut else 2) * (leaving - last)
 
 
 def _context_s(case: PlanCase, attention: float, beyond_attention: float) -> float:
@@ -423,9 +454,15 @@ def _gathered_parameters(case: PlanCase, busy: float) -> float:
         gathered -= 1 - 2 * case.options.fp8_bf16_blocks / case.model.num_hidden_layers
     # Experts travel in 16 bits.
     fewer = RankElements(held.dense * gathered / width, held.experts)
-    moved = 2 * sharded_s(case, fewer, width) + sharded_s(case, held, width)
+    gradients = travelling_gradient_bytes(case) if case.is_counted_in_full else width
+    moved = 2 * sharded_s(case, fewer, width) + sharded_s(case, held, gradients)
     hidden = busy * (1 - case.framework.exposed_reduction)
     return max(case.framework.exposed_reduction * moved, moved - hidden)
+
+
+def travelling_gradient_bytes(case: PlanCase) -> int:
+    """Return the bytes of an element of the gradients while orchestra's ranks sum them."""
+    return case.options.reduce_bytes or widths(case.precision).gradients
 
 
 def sharded_s(case: PlanCase, held: RankElements, width_bytes: float) -> float:

@@ -24,6 +24,7 @@ from orchestra.plan.compute import (
     layer_time,
     mean_layer_time,
     sharded_s,
+    travelling_gradient_bytes,
 )
 from orchestra.plan.frameworks import OWN
 from orchestra.plan.kernels.memory_passes import BUSY_SHARE, STREAM_SHARE, UPDATE_SHARE
@@ -154,6 +155,8 @@ def _reduction(case: PlanCase, backward: float) -> float:
         return 0.0
     width = widths_of(case)
     gradients = width.accumulation or width.gradients
+    if case.is_counted_in_full:
+        gradients = travelling_gradient_bytes(case)
     if case.zero == 0 or case.num_shards == 1:
         moved = _summed(case, held.dense * gradients, num_ranks, mesh.tp)
         moved += _summed(case, held.experts * gradients, num_ranks // mesh.ep, mesh.tp * mesh.ep)

@@ -41,10 +41,12 @@ def test_parts_of_a_step_add_up_to_sum_of_stages_and_waiting() -> None:
     assert time.total == pytest.approx(busy + time.bubble + time.reduction + time.optimizer)
 
 
-def test_full_recomputation_costs_thirty_to_forty_per_cent_of_the_time() -> None:
+def test_full_recomputation_costs_a_quarter_to_forty_per_cent_of_the_time() -> None:
     large = {"hidden_size": 12288, "intermediate_size": 32768, "num_attention_heads": 96, "tp": 8, "dp": 1}
-    kept, repeated = (predict(case(recompute=how, **large)).time for how in ("none", "full"))
-    assert 1.30 <= repeated.total / kept.total <= 1.40
+    for trainer, least, most in (("megatron", 1.30, 1.40), ("orchestra", 1.25, 1.30)):
+        times = [predict(case(recompute=how, framework=trainer, **large)).time for how in ("none", "full")]
+        # orchestra's ends before the sum of a block's last product.
+        assert least <= times[1].total / times[0].total <= most
 
 
 @pytest.mark.parametrize(
