@@ -19,7 +19,7 @@ import importlib
 import json
 import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -352,9 +352,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.most = 0
-        # Numbers of what is alive, by the address of its memory, which others have later; and what came and
-        # went, in order.
-        self._known: dict[int, int] = {}
+        # What is alive, by the address of its memory, which others have later: its number, and what to call
+        # when it goes; and what came and went, in order.
+        self._known: dict[int, tuple[int, Callable[[], object]]] = {}
         self._changes: list[tuple[int, int]] = []
 
     def most_again(self) -> int:
@@ -362,7 +362,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         the start.
         """
         now = most = self.now
-        alive = {*self._known.values()}
+        alive = {number for number, _ in self._known.values()}
         for number, size in self._changes:
             if number not in alive:
                 now += size
@@ -371,22 +371,27 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, operator: Any, _: Any, arguments: Any = (), options: Any = None) -> Any:
         options = options or {}
-        before = {_key(tensor) for tensor in _tensors((*arguments, *options.values()))}
+        given = [*_tensors((*arguments, *options.values()))]
+        before = {_key(tensor) for tensor in given}
         made = operator(*arguments, **options)
         for tensor in _tensors((made,)):
             if _key(tensor) not in before:
                 self._add(tensor)
+        for tensor in given:
+            # An operator may spend what it is given, and leave no memory to whoever keeps it.
+            if not tensor.untyped_storage().nbytes() and _key(tensor) in self._known:
+                self._known[_key(tensor)][1]()
         return made
 
     def _add(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         if key not in self._known:
-            number = self._known[key] = len(self._changes)
+            number = len(self._changes)
             self._changes.append((number, size))
             self.now += size
             self.most = max(self.most, self.now)
-            weakref.finalize(storage, self._remove, key, number, size)
+            self._known[key] = number, weakref.finalize(storage, self._remove, key, number, size)
 
     def _remove(self, key: int, number: int, size: int) -> None:
         self._known.pop(key, None)

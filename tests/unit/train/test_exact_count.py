@@ -108,6 +108,7 @@ def test_closed_forms_meet_the_count_with_an_output_product_in_fp8(choice: tuple
         ("parallelism=zero3", "optim.state_dtype=bf16", *ON_DISK),
         ("train.loss_chunk_tokens=128",),
         ("parallelism=tp2", "parallelism.sequence_parallel=false"),
+        ("parallelism.tp=4", "parallelism.sequence_parallel=true", "train.recompute=selective"),
         ("parallelism.bucket_mib=200", "parallelism=zero2"),
         ("model.tie_word_embeddings=true", "parallelism=zero3"),
         ("parallelism.cp=2", "parallelism=zero3", "train.micro_batch_size=4"),
