@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
 from conf.schema import Family, PipelineSchedule, Recompute
-from orchestra.sizes.activations import peak_bytes
+from orchestra.sizes.activations import LayerActivations, peak_bytes
 from orchestra.sizes.flops import (
     attention_width,
     feed_forward_width,
@@ -135,15 +135,38 @@ def _work_of(shape: TrainingShape, stage: PipelineStage, layers: range, parts: R
     replayed = replayed_bytes(shape, stage, parts)
     working = replace(shape, model=dense.model) if num_dense == len(kinds) else shape
     temporary = max(temporary_bytes(working), replayed.in_layer, gathered_keys_bytes(shape))
-    backward = peak_bytes(layer, kinds, num_dense) - fewer + temporary + replayed.in_backward
+    waiting = _waiting_bytes(shape, layers)
+    backward = _most_with_waiting(layer, dense, kinds, num_dense, waiting / max(1, len(kinds)))
+    backward += temporary - fewer + replayed.in_backward
     has_loss = stage.has_head and layers.stop == shape.model.num_hidden_layers
     return _StageWork(
         kept=kept,
-        waiting=_waiting_bytes(shape, layers),
+        waiting=waiting,
         fewer=fewer,
         loss=loss_bytes(shape) + replayed.in_loss if has_loss else 0.0,
         backward=max(backward, replayed.at_the_end),
     )
+
+
+def _most_with_waiting(
+    layer: LayerActivations,
+    dense: LayerActivations,
+    kinds: Sequence[Recompute],
+    num_dense: int,
+    waiting: float,
+) -> float:
+    """Return the most that layers hold in their backward pass, where each leaves `waiting` bytes behind for
+    the gradients of its weights, which are taken later.
+    """
+    if not waiting:
+        return peak_bytes(layer, kinds, num_dense)
+    most = before = 0.0
+    for number, kind in enumerate(kinds):
+        its = dense if number < num_dense else layer
+        behind = waiting * (len(kinds) - 1 - number)
+        most = max(most, before + its.kept_bytes(Recompute.none) + behind)
+        before += its.kept_bytes(kind)
+    return most
 
 
 def _first_backward(

@@ -75,7 +75,7 @@ def test_weights_gradients_that_wait_are_counted_whatever_is_recomputed() -> Non
         for name in ("1f1b", "zero_bubble")
     )
     assert split[-1] > 10 * plain[-1]
-    assert split[0] < 3 * plain[0]
+    assert split[0] < 4 * plain[0]
 
 
 @pytest.mark.parametrize("name", CHUNKS)

@@ -351,8 +351,9 @@ def test_a_gpt_rank_holds_the_parameters_that_the_closed_form_says() -> None:
         ("parallelism.schedule=interleaved", "parallelism.virtual_stages=2"),
         ("parallelism.schedule=zero_bubble",),
         ("parallelism.schedule=zbv",),
+        ("parallelism.schedule=zero_bubble", "train.recompute=full"),
     ],
-    ids=lambda words: words[0].partition("=")[2],
+    ids=lambda words: " ".join(words).replace("parallelism.schedule=", ""),
 )
 def test_the_first_rank_of_a_pipeline_holds_what_its_schedule_says(words: tuple[str, ...]) -> None:
     """Activations that wait, and what gradients of weights that wait need."""
