@@ -39,7 +39,7 @@ from orchestra.sizes.memory.layer_memory import recomputed_kinds
 from orchestra.sizes.memory.rank_memory import rank_bytes
 from orchestra.sizes.pipeline_check import PassTimes
 from orchestra.sizes.topology import batch_ramp
-from orchestra.sizes.training_shape import PipelineStage, rank_parameters
+from orchestra.sizes.training_shape import NUM_SLOTS, PipelineStage, rank_parameters
 
 _FP32 = 4
 # Between a device and its host: copies into pinned memory measured at 51 GB/s (PCIe 5). What a host's part of
@@ -376,15 +376,18 @@ def over_time(prediction: Prediction) -> OverTime:
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Bytes of host memory that a rank of orchestra's trainer takes beside its process."""
+    """Bytes of host memory that a rank of orchestra's trainer takes beside its process. `copies`: of its
+    state, and of a rank's of the node before it.
+    """
 
     offloaded: float
     checkpoint_image: float
+    copies: float
 
     @property
     def total(self) -> float:
         """The sum."""
-        return self.offloaded + self.checkpoint_image
+        return self.offloaded + self.checkpoint_image + self.copies
 
 
 def disk_bytes(prediction: Prediction) -> float:
@@ -406,22 +409,38 @@ def _image_bytes(case: PlanCase, stage: PipelineStage) -> float:
     if not case.options.saves:
         return 0.0
     ranks = case.layout.dp * case.layout.cp
+    return _masters_and_moments(case, stage, ranks, max(1, ranks // case.layout.ep))
+
+
+def _copies_bytes(case: PlanCase, stage: PipelineStage) -> float:
+    """Return what the copies of masters and moments take that a rank's node keeps, its own and a neighbour's:
+    all that it updates, which without ZeRO is everything.
+    """
+    if not case.options.copies:
+        return 0.0
+    shards = (case.num_shards, case.num_expert_shards) if case.zero else (1, 1)
+    num_copies = NUM_SLOTS * (2 if case.num_nodes > 1 else 1)
+    return num_copies * _masters_and_moments(case, stage, *shards)
+
+
+def _masters_and_moments(case: PlanCase, stage: PipelineStage, ranks: int, of_experts: int) -> float:
+    """Return a rank's masters and moments, shared out over so many ranks, and over so many of experts."""
     held = held_by_rank(case.model, stage, case.layout)
-    count, at_ends = held.dense / ranks + held.experts / max(1, ranks // case.layout.ep), 0.0
+    count, at_ends = held.dense / ranks + held.experts / of_experts, 0.0
     if case.is_counted_in_full:
         parts = rank_parameters(case.model, case.layout.tp, case.layout.ep)
-        count = parts.of(stage) / ranks + parts.experts_of(stage) / max(1, ranks // case.layout.ep)
+        count = parts.of(stage) / ranks + parts.experts_of(stage) / of_experts
         at_ends = case.options.more_at_ends * parts.ends_of(stage) / ranks
     return count * (_FP32 + 2 * case.options.moment_bytes) + at_ends
 
 
 def host_memory(prediction: Prediction) -> HostMemory:
-    """Return what the fullest stage's rank offloads, and the image of masters and moments that is staged
-    while training goes on, unless it lies on disk.
+    """Return what the fullest stage's rank offloads, the image of masters and moments that is staged while
+    training goes on, unless it lies on disk, and the copies from which lost nodes come back.
     """
     case, stage = prediction.case, prediction.fullest_stage
     if case.framework.name != OWN:
-        return HostMemory(0.0, 0.0)
+        return HostMemory(0.0, 0.0, 0.0)
     image = 0.0 if _keeps_state_on_disk(case) else _image_bytes(case, stage)
     offloaded = rank_bytes(case, stage).host if case.options.offload is not Offload.none else 0.0
-    return HostMemory(offloaded, image)
+    return HostMemory(offloaded, image, _copies_bytes(case, stage))

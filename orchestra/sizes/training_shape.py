@@ -47,6 +47,10 @@ from orchestra.sizes.units import GIB, MIB
 # Assumed of a node's own disk: one NVMe drive (a cloud's read 2.8e9 and took 3 to 6e9, measured past the page
 # cache in pieces of 256 MiB).
 _DISK_BYTES_PER_S = 2.5e9
+# Copies of a rank's state in memory: two complete ones and one that is being written. Ranks are never a whole
+# copy apart: one that begins to write copy n has had gradients of the others for the step before it, so they
+# have ended copy n − 2 at least and it still has that one.
+NUM_SLOTS = 3
 # Two moments in fp32.
 _ADAM_BYTES = 8.0
 # What optim=muon names: AdamW trains what stands outside of the layers.
@@ -274,7 +278,8 @@ class TrainerOptions:
     gradients while they are summed over ranks, None: as they accumulate. `activation_bytes`: the budget that
     decides what is recomputed, None: `recompute` decides, in each `recompute_every`-th layer.
     `loss_chunk_tokens`: None: chosen from the vocabulary. `keeps_fp8_inputs`: of fp8 products the rounded
-    inputs are kept. `saves`: images of the state are staged in host memory while training continues.
+    inputs are kept. `saves`: images of the state are staged in host memory while training continues;
+    `copies`: it is copied there every few steps (`recovery.memory_copy_every_steps`).
     `is_compiled`: blocks and loss. `fp8_scaling` and the two after it are precision=fp8's.
     `disk_bytes_per_s`: what a node's disk reads and writes, for state that lies there. `replays`: other
     ranks' micro-batches are computed again. `cp_method`: what context parallelism sends.
@@ -292,6 +297,7 @@ class TrainerOptions:
     fp8_bf16_blocks: int = 0
     offload: Offload = Offload.none
     saves: bool = False
+    copies: bool = False
     is_gpu: bool = True
     is_compiled: bool = True
     fp8_scaling: Scaling = Scaling.tensor
@@ -566,6 +572,7 @@ def trainer_options(config: Config, *, is_gpu: bool) -> TrainerOptions:
         fp8_bf16_blocks=precision.fp8_bf16_blocks,
         offload=config.parallelism.offload,
         saves=config.checkpoint.async_save and is_saved,
+        copies=config.recovery.memory_copy_every_steps is not None,
         is_gpu=is_gpu,
         is_compiled=is_wanted(train.compile, "cuda" if is_gpu else "cpu"),
         fp8_scaling=precision.fp8_scaling,

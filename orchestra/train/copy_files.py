@@ -28,14 +28,11 @@ from torch import Tensor
 
 from checkpointing.integrity import checksums
 from checkpointing.shards import Shard, torch_dtype
+from orchestra.sizes.training_shape import NUM_SLOTS
 
 # Set by the agent: the folder of this run on this node.
 FOLDER_VARIABLE = "ORCHESTRA_COPIES"
 OWN = "own"
-# Two complete copies and one that is being written. Ranks are never a whole copy apart: one that begins to
-# write copy n has had gradients of the others for the step before it, so they have ended copy n − 2 at least
-# and it still has that one.
-NUM_SLOTS = 3
 _SCHEMA = 2
 _ALIGNMENT = 64
 

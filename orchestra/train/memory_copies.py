@@ -30,10 +30,10 @@ from checkpointing.checkpoint_errors import CheckpointError
 from checkpointing.shards import Shard
 from orchestra.errors import UnusableCheckpointError
 from orchestra.run.heartbeat import Phase
+from orchestra.sizes.training_shape import NUM_SLOTS
 from orchestra.sizes.units import binary
 from orchestra.train.copy_files import (
     FOLDER_VARIABLE,
-    NUM_SLOTS,
     CopyTable,
     Slot,
     UnusableCopyError,

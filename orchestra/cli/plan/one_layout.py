@@ -188,9 +188,13 @@ def _over_time(prediction: Prediction) -> list[str]:
     ranks = prediction.case.devices_per_node
     if host.total:
         each, node = (_three_digits(host.total * number / scale) for number in (1, ranks))
-        words = {"offloaded state": host.offloaded, "image of a checkpoint": host.checkpoint_image}
+        words = {
+            "offloaded state": host.offloaded,
+            "image of a checkpoint": host.checkpoint_image,
+            "copies in memory": host.copies,
+        }
         lines.append(f"  host memory: {each} {unit} a rank, {node} {unit} a node:")
-        lines.append(f"    {' and '.join(name for name, value in words.items() if value)}")
+        lines.append(f"    {', '.join(name for name, value in words.items() if value)}")
     if disk := disk_bytes(prediction):
         each, node = (_three_digits(disk * number / scale) for number in (1, ranks))
         what = "state and image of a checkpoint" if prediction.case.options.saves else "state"

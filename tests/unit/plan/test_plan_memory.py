@@ -178,6 +178,18 @@ def test_offloaded_state_and_images_of_checkpoints_lie_in_host_memory() -> None:
     assert predict(moved).peak.optimizer == predict(moved).peak.masters == 0
 
 
+def test_copies_in_memory_are_three_of_what_a_rank_updates_and_as_many_of_a_neighbour_s() -> None:
+    def copies(**changes: object) -> float:
+        made = case(**changes)
+        return host_memory(predict(replace(made, options=replace(made.options, copies=True)))).copies
+
+    state = 3 * 12 * num_parameters(MULTI_HEAD)
+    assert copies(zero=1) == pytest.approx(state / 8)
+    assert copies(zero=0) == pytest.approx(state)
+    # Of two nodes each keeps the other's, too.
+    assert copies(zero=1, dp=16, num_gpus=16) == pytest.approx(2 * state / 16)
+
+
 @pytest.mark.parametrize("is_gpu", [True, False])
 def test_state_on_disk_leaves_two_units_in_memory_and_takes_the_disk_s_time(is_gpu: bool) -> None:
     usual = case(zero=1, precision="bf16")

@@ -12,7 +12,8 @@ import torch
 
 from checkpointing.shards import Shard, whole
 from launchers.memory_store.store import open_copy_store
-from orchestra.train.copy_files import NUM_SLOTS, OWN, Slot, UnusableCopyError, slots_of, table_of
+from orchestra.sizes.training_shape import NUM_SLOTS
+from orchestra.train.copy_files import OWN, Slot, UnusableCopyError, slots_of, table_of
 from orchestra.train.memory_copies import Room, room, shortage
 
 FACTS = {"attempt": 0, "rank": 3}
