@@ -14,6 +14,7 @@ from orchestra.sizes.flops import (
     head_dim,
     key_value_width,
     num_dense_layers,
+    value_width,
 )
 from orchestra.sizes.memory.layer_memory import (
     gathered_keys_bytes,
@@ -208,11 +209,15 @@ def _waiting_bytes(shape: TrainingShape, layers: range) -> float:
 
 def _waiting_numbers(shape: TrainingShape) -> float:
     model, tokens = shape.model, shape.tokens
-    kv = max(key_value_width(model) / tokens.tp, 2 * head_dim(model))
+    kv, latents = max(key_value_width(model) / tokens.tp, 2 * head_dim(model)), 0
+    if model.kv_lora_rank is not None:
+        # Latents as products give them, and normed as others take them; keys without positions, and values.
+        latents = 2 * ((model.q_lora_rank or 0) + model.kv_lora_rank) + model.qk_rope_head_dim
+        kv = model.num_attention_heads * (model.qk_nope_head_dim + model.v_head_dim) / tokens.tp
     inner = (2 if model.family is Family.gpt else 3) * feed_forward_width(model) / tokens.tp
-    split = 2 * attention_width(model) / tokens.tp + kv + inner
+    split = (attention_width(model) + value_width(model)) / tokens.tp + kv + inner
     rows = 2 * model.num_experts_per_tok * model.hidden_size if model.num_experts else 0
-    return tokens.count * (4 * model.hidden_size + split + rows)
+    return tokens.count * (4 * model.hidden_size + split + rows + latents)
 
 
 def schedule_states(shape: TrainingShape, stage: PipelineStage) -> tuple[HeldState, ...]:
