@@ -168,7 +168,8 @@ def _options(job: BatchJob) -> dict[str, object]:
         "job-name": job.name,
         "no-kill": job.survives_nodes,
         "nodes": job.num_nodes,
-        "ntasks-per-node": 1,
+        # With it sbatch asks for the tasks of the fewest nodes of a range, and gets no more nodes than tasks.
+        "ntasks-per-node": None if _is_range(job) else 1,
         "open-mode": "append",
         "output": _log_file(job).replace("%t", "0"),
         "requeue" if job.requeue else "no-requeue": True,
@@ -176,6 +177,11 @@ def _options(job: BatchJob) -> dict[str, object]:
         **_given(job.options),
     }
     return {name: value for name, value in options.items() if value is not None and value is not False}
+
+
+def _is_range(job: BatchJob) -> bool:
+    """Whether Slurm may choose the number of nodes."""
+    return "-" in str(job.num_nodes)
 
 
 def _given(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -250,6 +256,7 @@ def _srun_line(job: BatchJob, cpus: object) -> str:
         *("srun", "--unbuffered", "--output", _log_file(job), "--open-mode=append", "--export=ALL"),
         *(_SURVIVING if job.survives_nodes else ("--kill-on-bad-exit=1", f"--wait={_WAIT_S}")),
         *([] if cpus is None else [f"--cpus-per-task={cpus}"]),
+        *(["--ntasks-per-node=1"] if _is_range(job) else []),
         *job.srun_options,
         *(f"--{name}" if value is True else f"--{name}={value}" for name, value in srun_extra.items()),
     ]

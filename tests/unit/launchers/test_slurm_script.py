@@ -130,6 +130,14 @@ def test_every_option_of_sbatch_can_be_said_once() -> None:
     assert not {"hint", "hold"} & set(said)
 
 
+def test_a_range_of_nodes_is_no_number_of_tasks() -> None:
+    # sbatch would ask for the tasks of the fewest nodes, and Slurm give no more nodes than tasks.
+    for nodes, is_said_to_srun in ((3, False), ("2-4", True)):
+        script = changed(num_nodes=nodes)
+        assert ("ntasks-per-node" in options(script)) is not is_said_to_srun
+        assert ("--ntasks-per-node=1" in srun_line(script)) is is_said_to_srun
+
+
 @pytest.mark.parametrize("name", ["signal", "--comment", "ntasks-per-node", "open_mode"])
 def test_options_that_the_script_depends_on_are_refused(name: str) -> None:
     with pytest.raises(LauncherError, match=name):
