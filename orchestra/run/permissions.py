@@ -52,6 +52,15 @@ def open_as_folder(folder: Path) -> Iterator[None]:
         os.umask(before)
 
 
+def who_may_write(folder: Path) -> str:
+    """Say who may write into a folder of a run, as the end of an error."""
+    try:
+        owner = folder.owner()
+    except (OSError, KeyError):
+        owner = "whoever started it"
+    return f"{owner} alone can, and members of its run.group if it has one"
+
+
 def give_to_group(folder: Path, group: str | None) -> None:
     """Give a new folder with all in it to a run's group, where it has one, to be written by its members; what
     is made in it later belongs to the group too. Raises OSError.

@@ -25,6 +25,7 @@ from orchestra.run.control.member_places import end_place, newest_place, take_pl
 from orchestra.run.control.stop_requests import StopRequest, user_name
 from orchestra.run.events import EventWriter, is_whole, read_events
 from orchestra.run.paths import RunDir, SweepDir, read_sweep
+from orchestra.run.permissions import who_may_write
 from orchestra.run.record import RunPhase, jobs_of, newest_job, read_record
 from orchestra.submit.claims import upcoming_attempt
 from orchestra.submit.resume_run import is_being_submitted, pending_attempt
@@ -265,17 +266,10 @@ def _ask(plan: Cancellation, at_once: bool) -> None:
             ) from error
         remedy = "send SIGTERM to the process that leads it"
         if isinstance(error, PermissionError):
-            remedy = f"only {_owner(plan.run)} can stop it, and members of its run.group if it has one"
+            remedy = who_may_write(plan.run.path)
         raise OrchestraError(
             f"{plan.name} could not be asked to stop: {plan.run.control}: {error.strerror}; {remedy}"
         ) from error
-
-
-def _owner(run: RunDir) -> str:
-    try:
-        return run.path.owner()
-    except (OSError, KeyError):
-        return "whoever started it"
 
 
 def _record(plan: Cancellation) -> None:

@@ -21,6 +21,7 @@ from orchestra.run.control.profile_requests import MOST_RANKS, MOST_STEPS, Profi
 from orchestra.run.events import is_whole, read_events
 from orchestra.run.files import Record
 from orchestra.run.paths import RunDir
+from orchestra.run.permissions import who_may_write
 from orchestra.run.record import RunPhase
 from orchestra.sizes.step_shares import read_shares
 
@@ -62,7 +63,11 @@ def run(arguments: Namespace) -> int:
     if arguments.dry_run:
         print(f"{chosen.name}: would ask {who} of attempt {attempt.number} to trace {arguments.steps} steps")
         return EXIT_DONE
-    asked = write_request(chosen, attempt.number, arguments.steps, ranks)
+    try:
+        asked = write_request(chosen, attempt.number, arguments.steps, ranks)
+    except PermissionError as error:
+        words = f"{chosen.name} could not be asked for traces: {chosen.control}: {error.strerror}"
+        raise ConfigError(f"{words}; {who_may_write(chosen.path)}") from error
     if arguments.no_wait:
         print(f"asked {who}; the traces will lie in {shown(chosen.profile)}")
         return EXIT_DONE
@@ -115,7 +120,7 @@ def _ranks(text: str, world_size: int | None) -> tuple[int, ...]:
 
 def _problem(run: RunDir, asked: ProfileRequest, deadline: float) -> str | None:
     """Return why it is no longer waited for; None while it is."""
-    newest = newest_attempt(read_events(run))
+    newest = newest_attempt(read_events(run, ("attempt_started",)))
     if read_state(run, time.time()).state is not RunPhase.running:
         return f"{name_of(run)} ended before it was traced; `{invocation('why', run)}` tells why"
     if newest is not None and newest.number != asked.attempt:
@@ -127,7 +132,7 @@ def _problem(run: RunDir, asked: ProfileRequest, deadline: float) -> str | None:
 
 def _traced(run: RunDir, asked: ProfileRequest) -> list[Record]:
     """Return what the ranks wrote when the traces that were asked for were there."""
-    events = read_events(run, ("profiled",))
+    events = read_events(run, ("profiled",), asked.attempt)
     return [event for event in events if event["event"] == "profiled" and event.get("token") == asked.token]
 
 
