@@ -14,6 +14,7 @@ from orchestra.cli.text.describe import spent_lines
 from orchestra.run.config_file import write_config
 from orchestra.run.events import EventWriter, node_writer, rank_writer, read_events
 from orchestra.run.files import JsonLinesWriter
+from orchestra.run.metrics_file import FollowedRows
 from orchestra.run.paths import RunDir
 from orchestra.run.record import RunPhase
 
@@ -56,9 +57,11 @@ def test_slow_ranks_are_named_slowest_first_until_they_are_gone(run: RunDir) -> 
     for rank, ratio in ((3, 1.5), (7, 2.25), (8, 9.0)):
         events.write("straggler_found", rank=rank, host=f"node{rank}", ratio=ratio, step=40, steps=50)
     events.write("straggler_gone", rank=8, host="node8", step=90, steps=50)
-    lines = spent_lines(run, read_events(run), RunPhase.finished, time.time())
+    lines = spent_lines(
+        run, read_events(run), FollowedRows(run.metrics).read(), RunPhase.finished, time.time()
+    )
     assert lines[1:] == ["slow    rank 7 on node7, 2.2 × the others; rank 3 on node3, 1.5 × the others"]
 
 
 def test_a_run_without_records_says_nothing(tmp_path: Path) -> None:
-    assert spent_lines(RunDir(tmp_path), [], RunPhase.not_started, time.time()) == []
+    assert spent_lines(RunDir(tmp_path), [], [], RunPhase.not_started, time.time()) == []
