@@ -124,8 +124,8 @@ def read_events(
     run: RunDir, names: tuple[str, ...] = (), attempt: int | None = None, *, newest_ranks: bool = False
 ) -> list[Record]:
     """Return all events of a run, ordered by time; with `names` at least all those that are called so, with
-    `attempt` at least all those of this one, with `newest_ranks` of the attempts before the newest two
-    perhaps only what agents, commands and rank 0 wrote.
+    `attempt` at least all those of this one, with `newest_ranks` of the attempts before the newest two that
+    had ranks perhaps only what agents, commands and rank 0 wrote.
 
     Each has a name, a finite `time` and an integer `attempt`; where it has a `rank`, `code`, `step` or `pid`
     these are integers, and `cause` and `message` are texts. Records without the former, or with a rank that
@@ -145,7 +145,8 @@ def _that_tell(files: Sequence[str], names: set[str], attempt: int | None, newes
     a thousand, and on a network file system each takes some round trips.
     """
     matches = [_OF_ATTEMPT.match(name) for name in files]
-    last = max((int(match[1]) for match in matches if match), default=0)
+    # By the ranks' own files: an attempt that never began leaves some of agents alone.
+    last = max((int(match[1]) for match in matches if match and match[2] == "rank"), default=0)
 
     def tells(match: re.Match[str] | None) -> bool:
         if match is None:

@@ -63,6 +63,10 @@ def test_files_that_cannot_tell_are_not_read(wide: RunDir, monkeypatch: pytest.M
     newest = read_events(wide, newest_ranks=True)
     assert len(read) == 1 + _ATTEMPTS * (_NODES + 1) + 2 * (_RANKS - 1)
     assert newest == [e for e in told if e["attempt"] >= _ATTEMPTS - 2 or e.get("rank", 0) == 0]
+    # Attempts that never began have no ranks.
+    for attempt in (_ATTEMPTS, _ATTEMPTS + 1):
+        lines(wide.event_file(node_writer(attempt, 1)), [])
+    assert read_events(wide, newest_ranks=True) == newest
 
 
 def test_many_files_are_read_in_the_same_order(wide: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
