@@ -112,10 +112,12 @@ class Progress:
     def _take(self, new: list[Record]) -> None:
         self.has_begun = True
         rows = [{"attempt": -1} | {key: row[key] for key in _KEPT if key in row} for row in new]
-        if self.rows and rows[0]["step"] <= self.rows[-1]["step"]:
-            self.rows = rows_that_count([*self.rows, *rows])
+        following = rows_that_count([*self.rows[-1:], *rows])
+        if self.rows and following[0] is self.rows[-1]:
+            self.rows += following[1:]
         else:
-            self.rows += rows_that_count(rows)
+            # Somewhere among them the run went back.
+            self.rows = rows_that_count([*self.rows, *rows])
         if len(self.rows) > _MOST_ROWS:
             # Of older ones every second is forgotten, and then again.
             newest = _MOST_ROWS // 2

@@ -126,6 +126,16 @@ def test_of_a_very_long_run_few_rows_are_remembered(tmp_path: Path) -> None:
     assert (summary.step, summary.first_loss, summary.last_loss) == (num_rows, 5.0 - 1 / num_rows, 4.0)
 
 
+def test_a_run_that_went_back_within_what_is_read_at_once_is_remembered_in_order(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    # More than is read at once: the run goes back in the midst of a part, and a replaced attempt logs late.
+    trained = ((0, range(1, 15_001)), (1, range(9_001, 12_001)), (0, range(15_001, 15_011)))
+    rows = ({**_row(step, 1.0), "attempt": attempt} for attempt, steps in trained for step in steps)
+    lines(run.metrics, rows)
+    progress = Progress(run, 15_000, attempt=2)
+    assert [row["step"] for row in progress.rows] == list(range(1, 12_001))
+
+
 def test_a_terminal_gets_one_line_that_fits_and_the_loss_as_blocks(tmp_path: Path) -> None:
     # Each line as it stands in the end: what comes before a return to its beginning was drawn over.
     shown = _on_a_terminal(tmp_path, 80, 10, steps=20).replace("\r\n", "\n")
