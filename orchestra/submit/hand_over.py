@@ -38,6 +38,7 @@ from orchestra.submit.new_run import (
     made_as_one,
     name_taken,
     origin,
+    share_checkpoints,
     take_plugins,
     take_snapshot,
     write_run,
@@ -218,6 +219,10 @@ def make(placed: PlacedSubmission) -> tuple[Ledger, list[PlannedArray]]:
     path = made_as_one(planned.path, write, may_rename=submission.configured_name is None)
     if path is None:
         raise ConfigError(name_taken(planned))
+    for member in submission.members:
+        if member.adopted is None:
+            run = SweepDir(path).member(member.index) if submission.is_sweep else RunDir(path)
+            share_checkpoints(run, member.config)
     return made[-1]
 
 

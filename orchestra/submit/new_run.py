@@ -248,6 +248,7 @@ def prepare(request: RunRequest, planned: RunDir) -> RunDir:
     path = made_as_one(planned.path, write, may_rename=not is_named)
     if path is None:
         raise ConfigError(name_taken(planned))
+    share_checkpoints(RunDir(path), request.config)
     return RunDir(path)
 
 
@@ -268,12 +269,11 @@ def write_run(request: RunRequest, draft: RunDir, run: RunDir, facts: Mapping[st
     if plugins := plugin_facts_of(request.config):
         own["plugins"] = plugins
     draft.record.write_text(json.dumps({**own, **facts}, indent=2) + "\n")
-    share_checkpoints(draft, request.config)
 
 
 def share_checkpoints(run: RunDir, config: Config) -> None:
-    """Give the folders outside of a run's own that its checkpoints go into to its group, where it has one.
-    What cannot be given stays as it is: who may not write there is told so.
+    """Give the folders that the checkpoints of a run go into, which is in its place, to its group, where it
+    has one. What cannot be given stays as it is: who may not write there is told so.
     """
     settings, group = config.checkpoint, config.run.group
     for place in (settings.dir, fallback_place(run, settings.fallback_dir)):

@@ -49,7 +49,14 @@ from orchestra.submit.hand_over import (
 )
 from orchestra.submit.job import Share
 from orchestra.submit.job_record import JobEntry, member_intent, number_of_jobs
-from orchestra.submit.new_run import code_revision, is_snapshot, made_as_one, origin, renew_snapshot
+from orchestra.submit.new_run import (
+    code_revision,
+    is_snapshot,
+    made_as_one,
+    origin,
+    renew_snapshot,
+    share_checkpoints,
+)
 from orchestra.submit.resume_changes import ResumeChanges
 from orchestra.submit.resume_run import freeze_config, without_past_faults
 from orchestra.submit.site import Site
@@ -476,8 +483,10 @@ def _make_member(resumed: ResumedMember, sweep: SweepDir, record: Sweep, entry: 
         # The draft of this one member's folder.
         write_member(member, RunDir(draft), sweep, record, entry)
 
-    if made_as_one(sweep.member(resumed.member.index).path, write, may_rename=False) is None:
-        raise ConfigError(f"{sweep.member(resumed.member.index).path} is in the way; remove it")
+    run = sweep.member(resumed.member.index)
+    if made_as_one(run.path, write, may_rename=False) is None:
+        raise ConfigError(f"{run.path} is in the way; remove it")
+    share_checkpoints(run, resumed.config)
 
 
 def _record_change(run: RunDir, config: Config, resume: dict[str, Any]) -> None:

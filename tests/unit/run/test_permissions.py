@@ -86,6 +86,13 @@ def test_checkpoints_outside_of_the_runs_folder_are_the_groups_too(
     for mode in (made[own], modes(tmp_path / "mine")["."]):
         assert mode & (stat.S_ISGID | 0o072) == stat.S_ISGID | 0o070
     assert not (made["."] | made["other"]) & 0o022, "what others share, and what is in use, stays as it was"
+    # Those in the run's or the sweep's own place are made after it.
+    for name, words in (("inside", ()), ("inside-sweep", ("-m", "train.seed=1,2"))):
+        within = "checkpoint.dir=${run.dir}/${run.name}/saved/${train.seed}"
+        orchestra("submit", *words, *SMALL, within, f"run.name={name}", f"run.group={OWN_GROUP}")
+        saved = modes(Path("runs") / name / "saved")
+        assert len(saved) > 1
+        assert all(mode & 0o070 == 0o070 for mode in saved.values())
 
 
 def test_members_of_a_named_group_may_stop_what_has_not_begun(
