@@ -7,7 +7,9 @@ that somebody edited or a disk damaged is passed over, and never ends the comman
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import math
 import os
 import re
@@ -164,17 +166,23 @@ def _that_tell(files: Sequence[str], names: set[str], attempt: int | None, newes
 
 
 def _all_records(files: Sequence[Path], wanted: re.Pattern[bytes] | None) -> list[Record]:
-    """Read files in their order; several threads do where they are many."""
-    if len(files) < _MANY_FILES:
-        return [record for file in files for record in _records(file, wanted)]
-    # Brings `logging` with it, which no command needs for a small run.
-    from concurrent.futures import ThreadPoolExecutor
+    """Read files in their order; several threads do where they are many, if there may be some."""
 
+    def read(part: Sequence[Path]) -> list[Record]:
+        return [record for file in part for record in _records(file, wanted)]
+
+    if len(files) < _MANY_FILES:
+        return read(files)
     size = -(-len(files) // _READERS)
     parts = [files[begin : begin + size] for begin in range(0, len(files), size)]
-    with ThreadPoolExecutor(_READERS) as pool:
-        read = pool.map(lambda part: [record for file in part for record in _records(file, wanted)], parts)
-        return [record for records in read for record in records]
+    # A user's threads may be limited, and a process that ends takes no more.
+    with contextlib.suppress(RuntimeError):
+        # Brings `logging` with it, which no command needs for a small run.
+        from concurrent.futures import ThreadPoolExecutor
+
+        with ThreadPoolExecutor(_READERS) as pool:
+            return [*itertools.chain.from_iterable(pool.map(read, parts))]
+    return read(files)
 
 
 def _records(file: Path, wanted: re.Pattern[bytes] | None) -> Iterator[Record]:

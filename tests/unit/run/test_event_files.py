@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from orchestra.run import events
@@ -32,6 +34,10 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
             first = ("restored", "checkpoint_committed") if rank == 0 else ()
             write(rank_writer(attempt, rank), attempt, *first, "rank_failed", rank=rank, step=attempt)
     return run
+
+
+def _refused(_: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
 
 
 def _of(found: list[Record], *names: str) -> list[Record]:
@@ -73,6 +79,10 @@ def test_many_files_are_read_in_the_same_order(wide: RunDir, monkeypatch: pytest
     told = read_events(wide)
     monkeypatch.setattr(events, "_MANY_FILES", 10)
     assert read_events(wide) == told
+    with monkeypatch.context() as limited:
+        # As where a user has as many threads as the machine allows.
+        limited.setattr(threading.Thread, "start", _refused)
+        assert read_events(wide) == told
     unreadable = wide.event_file(rank_writer(2, 3))
     kept = unreadable.read_bytes()
     unreadable.unlink()
