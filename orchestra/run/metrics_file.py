@@ -69,6 +69,9 @@ _MANY_ROWS, _MANY_BYTES = 2_000, 1 << 20
 # its time that a step's row may have spent outside steps (in a save, an evaluation, a pause) to be folded.
 _KEPT_WHOLE, _FOLDED_STEPS, _FOLDED_REST = 4_000, 100, 0.05
 
+# What nearly all values are, and how large at most.
+_NUMBERS, _USUAL = frozenset({int, float, type(None)}), 1 << 62
+
 
 def eval_column(name: str) -> str:
     """Return the column of the mean loss on the held-out source `name`, in nats per token."""
@@ -264,13 +267,10 @@ def _are_numbers(row: Record) -> bool:
     values = list(row.values())
     if isinstance(row.get("mfu_convention"), str):
         values.remove(row["mfu_convention"])
-    numbers = [*filter(None, values)]
     if not _NUMBERS.issuperset(map(type, values)):
         return False
+    numbers = [*filter(None, values)]
     return not numbers or (-_USUAL < min(numbers) <= max(numbers) < _USUAL and math.isfinite(sum(numbers)))
-
-
-_NUMBERS, _USUAL = frozenset({int, float, type(None)}), 1 << 62
 
 
 def wall_begin(events: Iterable[Record], record: Record) -> float | None:
