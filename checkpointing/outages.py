@@ -38,6 +38,12 @@ _PASSING_NAMES = {
     *("ResponseParserError", "ClientConnectionError", "ClientPayloadError", "ProtocolError"),
     *("IncompleteRead", "ServiceRequestError", "ServiceResponseError"),
 }
+# Credentials that were not found or not renewed, as botocore and google-auth call them.
+_REFUSED_NAMES = {
+    *("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "TokenRetrievalError"),
+    *("UnauthorizedSSOTokenError", "RefreshError", "DefaultCredentialsError"),
+}
+_REFUSED_STATUSES = {401, 403}
 # Too slow or too many requests; of the server's own failures all pass but `not implemented`.
 _LARGEST_STATUS = 599
 _PASSING_STATUSES = {408, 429, *range(500, _LARGEST_STATUS + 1)} - {501}
@@ -56,6 +62,16 @@ def is_passing(error: BaseException) -> bool:
     if statuses:
         return not statuses.isdisjoint(_PASSING_STATUSES)
     return any(_is_passing_alone(cause) for cause in chain)
+
+
+def is_refused(error: BaseException) -> bool:
+    """Whether the storage does not let us see what it holds, which says nothing of what that is."""
+    return any(
+        isinstance(cause, PermissionError)
+        or _http_status(cause) in _REFUSED_STATUSES
+        or any(kind.__name__ in _REFUSED_NAMES for kind in type(cause).__mro__)
+        for cause in causes(error)
+    )
 
 
 def _is_passing_alone(error: BaseException) -> bool:

@@ -33,7 +33,7 @@ from checkpointing.integrity import checksums
 from checkpointing.lineage import Lineage
 from checkpointing.manifest import Manifest
 from checkpointing.options import Phase, no_fault
-from checkpointing.outages import OutagePatience, in_time, is_passing, may_be_damage
+from checkpointing.outages import OutagePatience, in_time, is_passing, is_refused, may_be_damage
 from checkpointing.peers import Peers
 from checkpointing.plans import NamedChunk, Transfer, check_fit, declaration, declared, read_plan
 from checkpointing.shards import Shard
@@ -112,7 +112,8 @@ def restore(
     that does not answer is waited for, and `goes_on` called before each try. Raises, on every rank,
     MissingRanksError (a rank did not come), NoCheckpointError (none is intact, or not the one of `step`),
     MismatchError (the checkpoint does not fit what is wanted), UnreachableError (a storage did not answer
-    within the patience), StorageError (the place cannot be listed). After an error the shards hold anything.
+    within the patience), StorageError (the place cannot be listed, or the checkpoint may not be
+    read). After an error the shards hold anything.
     """
     topic = peers.unused("restore")
     peers.exchange(f"{topic}/here", None)
@@ -179,7 +180,7 @@ class _RestoreTask:
 @dataclass(frozen=True)
 class ReadFailure:
     """Why a checkpoint could not be read. `is_outage`: the storage did not answer, which says nothing of what
-    it holds; `may_be_damage`: unless other checkpoints there can be read.
+    it holds; `may_be_damage`: unless other checkpoints there can be read; `is_refused`: we may not read it.
     """
 
     what: str
@@ -187,12 +188,13 @@ class ReadFailure:
     tensor: str | None = None
     is_outage: bool = False
     may_be_damage: bool = False
+    is_refused: bool = False
 
     @staticmethod
     def of(error: Exception, file: str | None = None, tensor: str | None = None) -> ReadFailure:
         """Return the failure that an exception tells."""
         what = str(error) or type(error).__name__
-        return ReadFailure(what, file, tensor, is_passing(error), may_be_damage(error))
+        return ReadFailure(what, file, tensor, is_passing(error), may_be_damage(error), is_refused(error))
 
     @property
     def damage(self) -> DamagedError:
@@ -254,6 +256,9 @@ def _offers(places: Places, step: int | None) -> Offers:
                 outage = failure
                 if not failure.may_be_damage:
                     break
+            elif failure.is_refused:
+                yield {"refused": str(failure.damage)}
+                return
             skipped.append((candidate.step, str(failure.damage)))
             # Asked again: it is damaged, unless it only made way to another name while it was read, or lies
             # in the other place too.
@@ -305,7 +310,7 @@ def _found(places: Places) -> Generator[dict[str, Any], Any, dict[str, Any] | _S
         yield {"waits": True}
         patience.pause()
     if (failure := failures.get(0)) is not None:
-        return _unreachable(places, str(failure)) if is_passing(failure) else {"unlisted": str(failure)}
+        return _unreachable(places, str(failure)) if is_passing(failure) else {"refused": str(failure)}
     if gone and found:
         return _unreachable(places, next(iter(gone.values())))
     for number, failure in failures.items():
@@ -379,8 +384,8 @@ def _offered(
         return None
     if "unreachable" in offer:
         raise UnreachableError(offer["unreachable"])
-    if "unlisted" in offer:
-        raise StorageError(offer["unlisted"])
+    if "refused" in offer:
+        raise StorageError(offer["refused"])
     if "newer" in offer:
         raise NoCheckpointError(f"{places.words}: {offer['newer']}; an older step has to be asked for")
     if "absent" in offer:
@@ -415,7 +420,7 @@ def _filled(task: _RestoreTask, ask: Callable[[], Sequence[Shard]]) -> tuple[int
     routes.close()
     failures = [ReadFailure(**verdict) for verdict in verdicts if verdict is not None]
     # What one rank found damaged is not waited for because another one was not answered.
-    return reader.num_bytes, min(failures, key=lambda failure: failure.is_outage, default=None)
+    return reader.num_bytes, min(failures, key=lambda each: (each.is_outage, each.is_refused), default=None)
 
 
 def _agreed(

@@ -279,8 +279,8 @@ class ModelAttempt:
         failure: ReadFailure | None = None
         while taken is None:
             offer = offers.send(failure)
-            if "unlisted" in offer:
-                raise CheckpointError(offer["unlisted"])
+            if "refused" in offer:
+                raise CheckpointError(offer["refused"])
             if "manifest" not in offer:
                 break
             candidate = manifest.decode(offer["manifest"].encode())

@@ -21,7 +21,7 @@ from s3fs.errors import translate_boto_error
 from sample_checkpoint import send
 
 from checkpointing.checkpoint_errors import StorageError
-from checkpointing.outages import is_passing
+from checkpointing.outages import is_passing, is_refused
 from checkpointing.storage import Storage
 from checkpointing.storage.remote import RemoteStorage, Retries, reason
 
@@ -258,6 +258,28 @@ def test_only_what_may_pass_is_tried_again_and_the_last_error_is_raised(
     assert act.call_count == (2 if passes else 1)
     if passes:
         assert retries.run(act) == "done"
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (answered(403, "AccessDenied"), True),
+        (answered(401, "Unauthorized"), True),
+        (answered(400, "ExpiredToken"), True),
+        (NoCredentialsError(), True),
+        (PermissionError(errno.EACCES, "Permission denied"), True),
+        (answered(404, "NoSuchKey"), False),
+        (answered(503, "SlowDown"), False),
+        (OSError(errno.EIO, "Input/output error"), False),
+    ],
+    ids=repr,
+)
+def test_what_a_storage_does_not_let_us_see_is_told_from_what_it_lacks(
+    error: Exception, expected: bool
+) -> None:
+    told = StorageError("s3://bucket/a: no")
+    told.__cause__ = error
+    assert is_refused(told) is expected
 
 
 def test_a_cause_that_may_pass_counts_where_the_error_itself_says_nothing() -> None:

@@ -257,6 +257,19 @@ def test_a_device_that_lost_one_checkpoint_costs_only_that_one_after_the_patienc
         begun(tmp_path / "run", 2, config)
 
 
+@pytest.mark.parametrize("where", ["man", "0"])
+def test_a_checkpoint_that_may_not_be_read_is_not_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """An attempt that went on from an older one would leave it off the line."""
+    config = config_of(async_save=False, restore_patience_s=0.3)
+    begun(tmp_path / "run", 0, config, saves=(5, 10))
+    Outage(monkeypatch, tmp_path / "run" / "checkpoints" / f"step-00000010/{where}", errno.EACCES, 10**6)
+    with pytest.raises(StorageError, match=r"step-00000010/.*: Permission denied"):
+        begun(tmp_path / "run", 1, config)
+    assert events(tmp_path / "run", "restored") == []
+
+
 def test_a_folder_that_is_not_there_for_a_moment_is_waited_for(tmp_path: Path) -> None:
     config = config_of(async_save=False, restore_patience_s=20.0)
     begun(tmp_path / "run", 0, config, saves=(5, 10))
