@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import configparser
+import contextlib
+import http.client
 import importlib.metadata
 import importlib.util
 import json
@@ -14,8 +17,11 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from launchers import LauncherError
 from launchers.host_network import address_of_interface, free_port, interface_of
@@ -30,7 +36,6 @@ _LOOKUP_LIMIT_S = 15.0
 _FEW_FILES = 4096
 _SMALL_SHARED_MEMORY_BYTES = GIB
 _SHARED_MEMORY = Path("/dev/shm")
-_WANDB_HOST = "api.wandb.ai"
 
 
 def _host_name(_: Subject) -> Iterator[Finding]:
@@ -123,27 +128,48 @@ def _wandb(subject: Subject) -> Iterator[Finding]:
     if subject.wandb_mode != "online":
         yield Finding("wandb", Mark.ok, f"mode {subject.wandb_mode}: nothing is sent")
         return
-    if not _has_key():
-        missing = f"online, but no WANDB_API_KEY and no key for {_WANDB_HOST} in ~/.netrc"
+    server = _wandb_server()
+    host = urlsplit(server).netloc
+    if not _has_key(host):
+        missing = f"online, but no WANDB_API_KEY and no key for {host} in ~/.netrc"
         yield Finding("wandb", Mark.failed, missing, "type `wandb login`, or use wandb.mode=offline")
         return
     try:
-        answer = bounded(lambda: socket.create_connection((_WANDB_HOST, 443), 10).close(), 12)
+        answer = bounded(lambda: _answers(server), 12)
         problem = None if answer is not None else "no answer"
-    except OSError as error:
-        problem = str(error)
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        problem = str(getattr(error, "reason", error))
     reached = f"not reached from here: {problem}" if problem else "reached"
     advice = "if the nodes cannot reach it either, use wandb.mode=offline and `wandb sync` later"
-    yield graded(
-        "wandb", f"online, a key is there, {_WANDB_HOST} is {reached}", is_bad=bool(problem), advice=advice
-    )
+    yield graded("wandb", f"online, a key is there, {host} is {reached}", is_bad=bool(problem), advice=advice)
 
 
-def _has_key() -> bool:
+def _wandb_server() -> str:
+    """Return the address of the server that wandb sends to: the site's own where one is set."""
+    settings = configparser.ConfigParser(interpolation=None)
+    folder = Path(os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb").expanduser()
+    with contextlib.suppress(OSError, configparser.Error, UnicodeDecodeError):
+        # Where `wandb login --host` writes it.
+        settings.read_string((folder / "settings").read_text())
+    chosen = os.environ.get("WANDB_BASE_URL") or settings.get("default", "base_url", fallback="")
+    return chosen or "https://api.wandb.ai"
+
+
+def _answers(server: str) -> None:
+    """Ask a server for anything, by the proxy that the environment names, as wandb does."""
+    try:
+        request = urllib.request.Request(server, method="HEAD")
+        urllib.request.build_opener().open(request, timeout=10).close()
+    except urllib.error.HTTPError as error:
+        # Whatever it says of this page.
+        error.close()
+
+
+def _has_key(host: str) -> bool:
     if os.environ.get("WANDB_API_KEY"):
         return True
     try:
-        return netrc.netrc(os.environ.get("NETRC")).authenticators(_WANDB_HOST) is not None
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
     except (OSError, netrc.NetrcParseError):
         return False
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,36 @@ def test_what_is_missing_fails_with_advice(
     finding = findings(orchestra, override, code=1)[name]
     assert (finding["mark"], words in finding["found"]) == ("failed", True), finding
     assert finding["advice"]
+
+
+class Refusing(BaseHTTPRequestHandler):
+    def do_HEAD(self) -> None:
+        self.send_error(401)
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.mark.usefixtures("_quick")
+def test_wandbs_own_server_and_the_way_through_a_proxy_are_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, orchestra: CommandLine
+) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_BASE_URL", "NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "wandb"))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    with HTTPServer(("127.0.0.1", 0), Refusing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        host = f"127.0.0.1:{server.server_port}"
+        for own, is_proxy in ((host, False), ("wandb.invalid", True)):
+            (tmp_path / "netrc").write_text(f"machine {own} login user password secret\n")
+            (tmp_path / "wandb").mkdir(exist_ok=True)
+            (tmp_path / "wandb/settings").write_text(f"[default]\nbase_url = http://{own}\n")
+            if is_proxy:
+                monkeypatch.setenv("http_proxy", f"http://{host}")
+            found = findings(orchestra, "wandb.mode=online")["wandb"]
+            assert (found["mark"], f"{own} is reached" in found["found"]) == ("ok", True), found
+        server.shutdown()
 
 
 @pytest.mark.usefixtures("_quick")
