@@ -158,6 +158,9 @@ def webhook(url: str) -> Webhook:
         raise ConfigError(
             "--webhook: expected an address that begins with https:// or http://, or @FILE with one"
         )
+    if not url.isascii() or "@" in parts.netloc:
+        # Neither can be sent as it stands.
+        raise ConfigError("--webhook: the address holds a user before its host, or letters beyond ASCII")
     return Webhook(url)
 
 
@@ -197,8 +200,8 @@ def mail(address: str, server: str | None) -> Mail:
     """Return the outlet of an address. Raises ConfigError where it, or the server, is none."""
     if not _ADDRESS.fullmatch(address):
         raise ConfigError(f"--mail {address}: expected an address such as me@example.org")
-    port = "" if server is None else server.partition(":")[2]
-    if port and not (port.isdecimal() and 0 < int(port) < 1 << 16):
+    host, _, port = ("localhost" if server is None else server).partition(":")
+    if not host or (port and not (port.isdecimal() and 0 < int(port) < 1 << 16)):
         raise ConfigError(f"--smtp {server}: expected HOST or HOST:PORT")
     return Mail(address, server)
 
@@ -214,6 +217,16 @@ def _by_program(program: str, message: email.message.EmailMessage) -> None:
 def _by_server(host: str, port: int, message: email.message.EmailMessage) -> None:
     with smtplib.SMTP(host, port, timeout=SEND_S) as server:
         server.send_message(message)
+
+
+def _answer_of(refusal: smtplib.SMTPResponseException | smtplib.SMTPRecipientsRefused) -> str:
+    """Return what a mail server said, without the address."""
+    if isinstance(refusal, smtplib.SMTPResponseException):
+        code, said = refusal.smtp_code, refusal.smtp_error
+    else:
+        code, said = next(iter(refusal.recipients.values()))
+    text = said if isinstance(said, str) else said.decode(errors="replace")
+    return f"it answered {code} {printable(text)}"
 
 
 def _within_limit(what: str, send: Callable[[], None]) -> None:
@@ -232,6 +245,8 @@ def _within_limit(what: str, send: Callable[[], None]) -> None:
         except (http.client.HTTPException, email.errors.MessageError, LookupError, ValueError) as error:
             # Their words hold the address, or what a server sent.
             problem[0] = type(error).__name__
+        except (smtplib.SMTPResponseException, smtplib.SMTPRecipientsRefused) as error:
+            problem[0] = _answer_of(error)
         except (OSError, smtplib.SMTPException, subprocess.TimeoutExpired) as error:
             problem[0] = str(error) or type(error).__name__
         else:

@@ -186,6 +186,7 @@ def test_each_address_hears_the_beginning_and_the_end_whoever_recorded_it(
 
 def test_a_mail_goes_through_the_server_that_is_named(orchestra: CommandLine, first: RunDir) -> None:
     received: list[str] = []
+    refusal: list[tuple[bytes, bytes]] = []
 
     class Session(socketserver.StreamRequestHandler):
         timeout = LIMIT_S
@@ -194,6 +195,9 @@ def test_a_mail_goes_through_the_server_that_is_named(orchestra: CommandLine, fi
             self.wfile.write(b"220 here\r\n")
             for line in self.rfile:
                 word = line[:4].upper()
+                if refusal and word == refusal[0][0]:
+                    self.wfile.write(refusal.pop()[1])
+                    continue
                 if word == b"DATA":
                     self.wfile.write(b"354 go on\r\n")
                     received.append(b"".join(iter(self.rfile.readline, b".\r\n")).decode())
@@ -203,6 +207,12 @@ def test_a_mail_goes_through_the_server_that_is_named(orchestra: CommandLine, fi
 
     with served(socketserver.ThreadingTCPServer(("127.0.0.1", 0), Session)) as port:
         smtp = ("--mail", "me@example.org", "--smtp", f"127.0.0.1:{port}")
+        for word, answer, words in (
+            (b"MAIL", b"530 5.7.0 log in first\r\n", "it answered 530 5.7.0 log in first (10 s"),
+            (b"RCPT", b"550 unknown \xfc\x1b[31m\r\n", "it answered 550 unknown \ufffd [31m (10 s"),
+        ):
+            refusal.append((word, answer))
+            assert words in orchestra(*WATCH, "--once", *smtp, code=EXIT_ALERT).err
         for _ in range(2):
             orchestra(*WATCH, "--once", *smtp, code=EXIT_ALERT)
     (message,) = received
@@ -525,11 +535,14 @@ def test_runs_and_sweeps_whose_file_system_is_away_are_waited_for(
         (("--webhook", "https://here:secret-word/"), "expected an address that begins with https://"),
         (("--webhook", "https://here/secret-word x"), "holds a space or a control character"),
         (("--webhook", "https://here/secret-word\n"), "holds a space or a control character"),
+        (("--webhook", "https://me:secret-word@here/"), "a user before its host"),
+        (("--webhook", "https://here/secret-wörd"), "letters beyond ASCII"),
         (("--webhook", "@missing"), "cannot be read"),
         (("--mail", "me"), "expected an address such as"),
         (("--mail", "me@"), "expected an address such as"),
         (("--mail", "me@["), "expected an address such as"),
         (("--mail", "me@example.org", "--smtp", "here:65536"), "expected HOST or HOST:PORT"),
+        (("--mail", "me@example.org", "--smtp", ":25"), "expected HOST or HOST:PORT"),
         (("--smtp", "host"), "add --mail ADDRESS"),
         (("--prometheus", "file.txt"), "node_exporter reads files that end with .prom"),
         (("--every", "0"), "expected seconds above 0"),
