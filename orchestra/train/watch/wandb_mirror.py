@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -45,8 +46,12 @@ from orchestra.run.run_lineage import BEGIN, read_lineage
 EXIT_MIRRORED = 0
 EXIT_KEPT_OFFLINE = 3  # the server could not be reached: the records lie in the run directory
 EXIT_GAVE_UP = 4  # not finished within wandb.finish_timeout_s
-EXIT_REFUSED = 5  # wandb refused the settings, a missing API key above all: kept in the run directory
+EXIT_REFUSED = (
+    5  # wandb refused the settings, an API key that is missing or wrong above all: kept in the run directory
+)
 
+# What the server answered where the key is not the right one, in wandb's words.
+_REFUSED = re.compile(r"\berror 40[13]\b")
 _MODULE = "orchestra.train.watch.wandb_mirror"
 _POLL_S = 1.0
 # Priority once the wandb run is open: a tenth of a core that others want. 19 leaves 1.5 %: beside four busy
@@ -134,7 +139,8 @@ class WandbMirror:
     def _report(self, code: int, limit_s: float) -> None:
         causes = {
             EXIT_KEPT_OFFLINE: "the server could not be reached; the records were kept offline",
-            EXIT_REFUSED: "wandb refused to go online (no API key? `wandb login`); kept offline, see the log",
+            EXIT_REFUSED: "wandb refused to go online (no API key, or not the right one? `wandb login`); "
+            "the records were kept offline, see the log",
             EXIT_GAVE_UP: f"not finished within {limit_s:g} s",
         }
         ended = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
@@ -425,7 +431,8 @@ def _open(run: RunDir, config: WandbConfig, attempt: int) -> tuple[Any, int]:
             raise
         sys.stderr.write(f"wandb online failed, keeping the records offline: {error}\n")
         wandb.teardown(exit_code=1)
-        is_refused = isinstance(error, wandb.errors.UsageError)
+        kinds = (wandb.errors.UsageError, wandb.errors.AuthenticationError)
+        is_refused = isinstance(error, kinds) or _REFUSED.search(str(error)) is not None
         kept = _init(run, config, WandbMode.offline.value, attempt)
         return kept, EXIT_REFUSED if is_refused else EXIT_KEPT_OFFLINE
 

@@ -9,8 +9,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -249,12 +251,29 @@ def test_unreachable_server_is_given_up_in_time_and_the_rows_stay_here(run: RunD
     assert recorded_steps(run) == list(range(1, 51))
 
 
-def test_online_without_a_key_is_kept_offline(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_BASE_URL", CLOSED_PORT)
+class Refusing(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        self.send_error(401)
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.mark.parametrize("key", [None, "short", "0" * 40])
+def test_online_without_a_key_or_with_a_wrong_one_is_kept_offline(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, key: str | None
+) -> None:
     monkeypatch.setenv("HOME", str(run.path.parent))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    begin(run, mode=WandbMode.online).finish(range(1, 4))
-    assert len(failures(run)) == 1
+    if key is not None:
+        monkeypatch.setenv("WANDB_API_KEY", key)
+    with HTTPServer(("127.0.0.1", 0), Refusing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
+        begin(run, mode=WandbMode.online).finish(range(1, 4))
+        server.shutdown()
+    (failure,) = failures(run)
+    assert "wandb refused to go online" in failure["cause"]
     assert recorded_steps(run) == [1, 2, 3]
 
 
