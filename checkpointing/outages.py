@@ -105,6 +105,9 @@ def _http_status(error: BaseException) -> int | None:
     if isinstance(response, dict):
         status: Any = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
         return status if isinstance(status, int) else None
+    if any(kind.__name__ == "HttpProcessingError" for kind in type(error).__mro__):
+        # aiohttp's own code (400) for an answer that broke off: no server has said it.
+        return None
     for name in ("status", "status_code", "code"):
         status = getattr(error, name, None)
         if isinstance(status, str) and status.isdecimal():

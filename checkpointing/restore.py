@@ -217,11 +217,8 @@ def _offers(places: Places, step: int | None) -> Offers:
         return
     on, off = found
     steps = [checkpoint.step for checkpoint in on]
-    if step is not None and step not in steps:
-        yield {"absent": step, "there": steps}
-        return
-    if not steps:
-        yield {"empty": True}
+    if not steps or step not in (None, *steps):
+        yield {"empty": True} if step is None else {"absent": step, "there": steps}
         return
     skipped: list[tuple[int, str]] = []
     off_line = [(each.checkpoint.step, each.words) for each in off]

@@ -5,6 +5,7 @@ OrchestraError            1   anything below; catch this to catch all
 ├── LaunchError           1   processes could not be started or kept
 │   └── RivalError       93   another job trains the run, or is to train it
 ├── DataError             1   a data file cannot be read as what it claims to be
+│   ├── DataOutageError   1   the storage of a data file does not answer
 │   └── DamagedDataError 93   bytes of a data file are not those that were packed
 ├── TrainingError         1   training cannot go on
 │   ├── OutOfMemoryError  1   a rank's memory did not suffice; 93 where no step had gone well
@@ -62,6 +63,10 @@ class RivalError(LaunchError):
 
 class DataError(OrchestraError):
     """Raised when a data file is missing, torn or not what its index says; names the file and the offset."""
+
+
+class DataOutageError(DataError):
+    """Raised when the storage of a data file does not answer, which says nothing of the file."""
 
 
 class DamagedDataError(DataError):

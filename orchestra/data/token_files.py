@@ -23,8 +23,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, cast
 
+from checkpointing.outages import is_passing
 from conf.schema import BlendPart, DataConfig, Source
-from orchestra.errors import DataError
+from orchestra.errors import DataError, DataOutageError
 from orchestra.sizes.units import MIB
 
 FORMAT = "orchestra tokens"
@@ -356,7 +357,12 @@ def _read_remote(system: Any, path: str, name: str) -> bytes:
     except FileNotFoundError as error:
         raise DataError(f"{name}: no such file; write it with `orchestra data pack`") from error
     except Exception as error:  # drivers raise what their own libraries do: no credentials, no route …
-        raise DataError(f"{name}: cannot be read ({type(error).__name__}: {error})") from error
+        raise _unread(name, error) from error
+
+
+def _unread(name: str, error: BaseException) -> DataError:
+    kind = DataOutageError if is_passing(error) else DataError
+    return kind(f"{name}: cannot be read ({type(error).__name__}: {error})")
 
 
 def _copy_tokens(system: Any, path: str, name: str, target: Path, index: TokenIndex) -> None:
@@ -395,7 +401,7 @@ def _opened(system: Any, path: str, name: str, index: TokenIndex) -> Any:
         cause = error.__cause__
         is_silent = isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError)
         if is_silent or getattr(cause, "status", _NOT_FOUND) != _NOT_FOUND:
-            raise DataError(f"{name}: cannot be read ({type(cause).__name__}: {cause})") from error
+            raise _unread(name, cause or error) from error
         raise DataError(f"{name}: no such file beside its index; copy it again or pack again") from error
 
 
@@ -418,7 +424,7 @@ def _read(source: Any, count: int, name: str) -> bytes:
     try:
         return cast(bytes, source.read(count))
     except Exception as error:
-        raise DataError(f"{name}: cannot be read: {type(error).__name__}: {error}") from error
+        raise _unread(name, error) from error
 
 
 @contextmanager

@@ -50,8 +50,8 @@ _ERRORS_FROM_OUTSIDE = frozenset(
         *("ConnectionError", "ConnectionResetError", "ConnectionRefusedError", "ConnectionAbortedError"),
     )
 )
-# What a rank raises that waited in vain for its storage to answer.
-_STORAGE_OUTAGE = "StorageOutageError"
+# What a rank raises whose storage, of checkpoints or of data, does not answer.
+_STORAGE_OUTAGES = ("StorageOutageError", "DataOutageError")
 # What a broken connection to another rank looks like (gloo, NCCL, the store): that rank failed first.
 _WORDS_OF_BROKEN_PEER = re.compile(
     r"connection (closed|reset|refused) by peer|connection (closed|reset|refused)\b|broken pipe|pair closure"
@@ -188,7 +188,7 @@ def evidence_of(attempt: Attempt) -> Evidence | None:
         return Evidence(Kind.replay if rolled.cause == BROKEN_DEVICE else Kind.loss, failures)
     if first is None:
         return None
-    if first.get("cause") == _STORAGE_OUTAGE:
+    if first.get("cause") in _STORAGE_OUTAGES:
         return Evidence(Kind.storage, failures)
     return Evidence(Kind.loss if first.get("cause") in _LOSS_ERRORS else Kind.rank_failed, failures)
 

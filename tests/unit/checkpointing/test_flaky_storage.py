@@ -14,6 +14,7 @@ from unittest.mock import Mock
 import fsspec
 import pytest
 from aiohttp import ClientPayloadError, ServerDisconnectedError
+from aiohttp.http_exceptions import ContentLengthError
 from botocore.exceptions import ClientError, EndpointConnectionError, NoCredentialsError
 from fsspec.exceptions import FSTimeoutError
 from fsspec.implementations.local import LocalFileSystem
@@ -258,6 +259,12 @@ def test_only_what_may_pass_is_tried_again_and_the_last_error_is_raised(
     assert act.call_count == (2 if passes else 1)
     if passes:
         assert retries.run(act) == "done"
+
+
+def test_an_answer_that_broke_off_may_pass_though_aiohttp_gives_it_a_status() -> None:
+    error = ClientPayloadError("Response payload is not completed")
+    error.__cause__ = ContentLengthError("Not enough data to satisfy content length header.")
+    assert is_passing(error)
 
 
 @pytest.mark.parametrize(

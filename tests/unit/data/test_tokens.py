@@ -25,7 +25,7 @@ from orchestra.config.rules.place_rules import rule_data_files
 from orchestra.data import token_files
 from orchestra.data.source import open_source, open_tokens, separator_of
 from orchestra.data.token_files import index_text, read_index
-from orchestra.errors import DataError
+from orchestra.errors import DataError, DataOutageError
 
 WriteTokens = Callable[..., str]
 
@@ -239,3 +239,14 @@ def test_unknown_protocol_and_a_cache_that_cannot_be_written_are_explained(
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match=r"data\.cache_dir"):
         open_tokens(remote, str(tmp_path / "file"))
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"), [(TimeoutError(), DataOutageError), (PermissionError(13, "no"), DataError)]
+)
+def test_an_index_whose_storage_does_not_answer_is_told_from_one_that_cannot_be_read(
+    error: Exception, kind: type[DataError]
+) -> None:
+    with pytest.raises(DataError, match="cannot be read") as raised:
+        token_files._read_remote(Mock(cat_file=Mock(side_effect=error)), "a.json", "s3://bucket/a.json")
+    assert type(raised.value) is kind

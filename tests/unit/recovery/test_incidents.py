@@ -210,8 +210,9 @@ def test_damaged_records_end_nothing() -> None:
     assert log.last.kind is Kind.hang
 
 
-def test_a_storage_that_does_not_answer_is_nobodys_fault() -> None:
-    found = Log().start(0).fail(0, cause="StorageOutageError").end(0).last
+@pytest.mark.parametrize("cause", ["StorageOutageError", "DataOutageError"])
+def test_a_storage_that_does_not_answer_is_nobodys_fault(cause: str) -> None:
+    found = Log().start(0).fail(0, cause=cause).end(0).last
     assert (found.kind, found.cause) == (Kind.storage, "the storage did not answer")
     assert found.blamed == ()
 
