@@ -91,8 +91,9 @@ def _in_order(
     lists = schedule(kind, shape, count)
     found: list[tuple[int, int, int, bool]] = []
     places: dict[StagePass, int] = {}
-    nexts = [0] * len(lists)
-    while len(found) < sum(map(len, lists)):
+    nexts, num_passes = [0] * len(lists), sum(map(len, lists))
+    rank_of = [shape.rank_of(stage) for stage in range(shape.num_stages)]
+    while len(found) < num_passes:
         for rank, actions in enumerate(lists):
             while nexts[rank] < len(actions):
                 action = actions[nexts[rank]]
@@ -100,7 +101,7 @@ def _in_order(
                 if source is not None and source not in places:
                     break
                 place = -1 if source is None else places[source]
-                is_sent = source is not None and shape.rank_of(source.stage) != rank
+                is_sent = source is not None and rank_of[source.stage] != rank
                 places[action] = len(found)
                 cost = action.stage * len(_KINDS) + _KINDS.index(action.kind)
                 found.append((rank, cost, place, is_sent))

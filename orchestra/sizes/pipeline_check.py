@@ -8,6 +8,7 @@ from.
 from __future__ import annotations
 
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -121,10 +122,15 @@ class HeldState:
 
     def is_within(self, other: HeldState) -> bool:
         """Whether another one holds as much or more of everything."""
-        is_same = self.at_work == other.at_work
+        if self.at_work != other.at_work:
+            return False
         mine, others = (*self.live, *self.waiting, *self.made), (*other.live, *other.waiting, *other.made)
-        pairs = zip(mine, others, strict=True)
-        return is_same and all(mine <= others for mine, others in pairs)
+        return all(map(operator.le, mine, others))
+
+    @property
+    def num_held(self) -> int:
+        """What is held, counted: a state that is within another one has less of it."""
+        return sum(self.live) + sum(self.waiting) + sum(self.made)
 
 
 @lru_cache(maxsize=1024)
@@ -152,7 +158,7 @@ def fewer_micro_batches(kind: PipelineSchedule, shape: PipelineShape, count: int
 def _largest(actions: RankOrder, stages: tuple[int, ...]) -> tuple[HeldState, ...]:
     place = {stage: number for number, stage in enumerate(stages)}
     live, waiting, made = [0] * len(stages), [0] * len(stages), [False] * len(stages)
-    found: dict[HeldState, None] = {}
+    found: dict[tuple[int | None, tuple[int, ...], tuple[int, ...], tuple[bool, ...]], None] = {}
     for action in actions:
         here = place[action.stage]
         if action.kind is Pass.weight_gradient:
@@ -161,13 +167,15 @@ def _largest(actions: RankOrder, stages: tuple[int, ...]) -> tuple[HeldState, ..
             continue
         live[here] += 1 if action.kind is Pass.forward else -1
         at_work = None if action.kind is Pass.forward else here
-        found[HeldState(at_work, tuple(live), tuple(waiting), tuple(made))] = None
+        found[at_work, tuple(live), tuple(waiting), tuple(made)] = None
         waiting[here] += action.kind is Pass.input_gradient
         made[here] |= action.kind is Pass.backward
-    states = list(found)
-    return tuple(
-        state for state in states if not any(state.is_within(other) for other in states if other is not state)
-    )
+    states = [HeldState(*each) for each in found]
+    largest: list[HeldState] = []
+    for state in sorted(states, key=lambda state: state.num_held, reverse=True):
+        if not any(map(state.is_within, largest)):
+            largest.append(state)
+    return tuple(state for state in states if state in largest)
 
 
 def needed_first(action: StagePass, shape: PipelineShape, *, is_split: bool) -> StagePass | None:

@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
+from typing import NamedTuple
 
 from conf.schema import ParallelismConfig, PipelineSchedule
 
@@ -38,8 +39,7 @@ class Pass(Enum):
     weight_gradient = "W"
 
 
-@dataclass(frozen=True, slots=True)
-class StagePass:
+class StagePass(NamedTuple):
     """One pass of one micro-batch through one stage; both are counted from 0, stages over all ranks."""
 
     kind: Pass
