@@ -48,7 +48,9 @@ def trains_again(run: SubmittedRun, attempt: int) -> None:
 @pytest.mark.timeout(300)
 def test_rank_agent_and_first_node_of_a_pipeline_are_lost_one_after_another(cluster: Site) -> None:
     stages = ("parallelism.pp=3", "parallelism.zero=1", "model.num_hidden_layers=4")
-    stages += ("train.steps=120", "checkpoint.every_steps=10", "data.ledger=true", "train.micro_batch_size=1")
+    stages += ("train.steps=120", "checkpoint.every_steps=10", "data.ledger=true")
+    # As few as fill the pipeline: each costs all ranks.
+    stages += ("train.micro_batch_size=1", "train.global_batch_size=4")
     shape = (*QUICK, slow_attempts(3, 0.1), "cluster.nodes=3", "cluster.spare_nodes=1")
     run = cluster.submit_run("hunted", *stages, *shape)
     run.wait_for_step(13)

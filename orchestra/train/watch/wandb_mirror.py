@@ -46,9 +46,8 @@ from orchestra.run.run_lineage import BEGIN, read_lineage
 EXIT_MIRRORED = 0
 EXIT_KEPT_OFFLINE = 3  # the server could not be reached: the records lie in the run directory
 EXIT_GAVE_UP = 4  # not finished within wandb.finish_timeout_s
-EXIT_REFUSED = (
-    5  # wandb refused the settings, an API key that is missing or wrong above all: kept in the run directory
-)
+# wandb refused the settings, an API key that is missing or wrong above all: kept in the run directory.
+EXIT_REFUSED = 5
 
 # What the server answered where the key is not the right one, in wandb's words.
 _REFUSED = re.compile(r"\berror 40[13]\b")
