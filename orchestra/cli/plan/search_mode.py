@@ -135,7 +135,7 @@ def ask(typed: Sequence[str]) -> SearchRequest:
     given = typed_config(merge(checked)[0])
     config, broken = settled(given, checked, Situation("plan"))
     config = with_network(config, typed)
-    lasting = [*said_twice(given, checked.keys), *_lasting(config, broken)]
+    lasting = [*said_twice(given, checked.keys), *_lasting(config, broken, checked)]
     if lasting:
         raise ConfigError(lasting)
     free = replace(given.train, micro_batch_size=None)
@@ -152,8 +152,10 @@ def ask(typed: Sequence[str]) -> SearchRequest:
     )
 
 
-def _lasting(config: Config, broken: list[str]) -> list[str]:
-    """Return the problems that one device on its own has too: no layout cures them."""
+def _lasting(config: Config, broken: list[str], checked: Checked) -> list[str]:
+    """Return the problems that one device on its own has too, and two data-parallel ones with the smallest
+    micro-batch: no layout cures them.
+    """
     if not broken:
         return []
     # ZeRO's stage stays: one that does not exist is wrong for any layout.
@@ -165,10 +167,16 @@ def _lasting(config: Config, broken: list[str]) -> list[str]:
         parallelism=whole,
         train=replace(config.train, micro_batch_size=None, recompute_every=1, recompute_budget_gib=None),
     )
+    both = replace(
+        alone,
+        cluster=replace(alone.cluster, gpus_per_node=min(2, world_size(config) or 2)),
+        parallelism=whole if KEYS["zero"] in checked.keys else replace(whole, zero=0),
+        train=replace(alone.train, micro_batch_size=1),
+    )
     # The ranks and the stage of ZeRO that offload=all needs are a layout's.
     of_layout = set(rule_offload(alone, Situation("plan")))
-    still = set(problems_of(alone, Situation("plan"))) - of_layout
-    return [problem for problem in broken if problem in still]
+    still = set(problems_of(alone, Situation("plan"))) & set(problems_of(both, Situation("plan")))
+    return [problem for problem in broken if problem in still - of_layout]
 
 
 def _fixed(config: Config, checked: Checked) -> Fixed:

@@ -22,6 +22,8 @@ MODEL = ["model=llama3_8b", "precision=bf16", "train.seq_len=8192", "train.globa
 NODES = ["cluster.nodes=2"]
 # Where a test is about another axis, a search that need not try these.
 PP, CP = "parallelism.pp=1", "parallelism.cp=1"
+REPLAY = ["recovery.replay_every_steps=3", "train.deterministic=true"]
+ONE_RANK = ["cluster.nodes=1", "cluster.gpus_per_node=1"]
 
 
 def commands(text: str) -> list[list[str]]:
@@ -210,6 +212,20 @@ def test_a_key_that_is_given_stays_and_a_preset_or_an_impossible_layout_does_not
     plan.text("--search", *MODEL, "cluster.nodes=16", PP, CP)
 
 
+@pytest.mark.parametrize(
+    "typed",
+    [
+        ["parallelism=tp8", "recovery.replay_every_steps=3"],
+        ["parallelism=tp8", "train.noise_scale_every=2"],
+        ["parallelism=zero3", "recovery.replay_every_steps=3"],
+    ],
+    ids=["replay", "noise-scale", "zero"],
+)
+def test_what_is_wrong_with_the_layout_of_a_preset_alone_is_searched_away(typed: list[str]) -> None:
+    one_node = [*MODEL[:-1], "train.global_batch_size=8", "cluster.nodes=1", "train.deterministic=true"]
+    assert ask([*one_node, *typed]).broken
+
+
 def test_where_nothing_fits_the_nearest_and_what_helps_are_named(plan: PlanCommand) -> None:
     typed = ["--search", "model=llama3_70b", "train.seq_len=8192", "train.global_batch_size=64"]
     text = plan.text(*typed, code=EXIT_FAILED)
@@ -233,6 +249,8 @@ def test_where_nothing_fits_the_nearest_and_what_helps_are_named(plan: PlanComma
         ([*MODEL, "--top", "0"], "expected 1 or more"),
         ([*OFFLOADED, "parallelism.zero=1"], "parallelism.offload=all needs parallelism.zero=3"),
         ([*ON_DISK], "parallelism.offload_dir=null with parallelism.offload=optimizer_disk; give"),
+        ([*MODEL, *REPLAY, "parallelism.zero=3"], "with parallelism.zero=3 no rank holds the parameters"),
+        ([*MODEL, *REPLAY, *ONE_RANK], "the run has one data-parallel rank"),
         (["optim=muon", *ON_DISK[:-1], "parallelism.offload=all"], "AdamW alone does"),
     ],
 )
