@@ -26,7 +26,7 @@ from orchestra.plan.assemble import case_of
 from orchestra.plan.case import PlanCase
 from orchestra.plan.frameworks import OWN
 from orchestra.sizes.flops import head_splits, tensor_splits
-from orchestra.sizes.pipeline_schedule import shape_of_pipeline
+from orchestra.sizes.pipeline_schedule import shape_of_pipeline, shape_problem
 from orchestra.sizes.topology import Layout, divisors, most_nodes, rank_share
 
 ZERO_STAGES = (0, 1, 2, 3)
@@ -126,7 +126,9 @@ class Space:
         most_stages = base.model.num_hidden_layers
         for tp in self._degrees(fixed.tp, self._tensor_degrees(ranks)):
             for pp in self._degrees(fixed.pp, divisors(ranks // tp)):
-                if shape_of_pipeline(base.schedule, pp, base.virtual_stages).num_stages > most_stages:
+                shape = shape_of_pipeline(base.schedule, pp, base.virtual_stages)
+                is_refused = pp > 1 and shape_problem(base.schedule, shape, base.virtual_stages)
+                if is_refused or shape.num_stages > most_stages:
                     continue
                 for cp in self._degrees(fixed.cp, self._context_degrees(ranks // tp // pp, tp)):
                     dp = ranks // tp // pp // cp

@@ -25,9 +25,11 @@ from orchestra.config.machine import Situation, world_size
 from orchestra.config.overrides import Checked, check_overrides
 from orchestra.config.rules.all_rules import problems_of
 from orchestra.config.rules.mixture_rules import rule_expert_placement, rule_latent_attention
+from orchestra.config.rules.place_rules import rule_ranks_per_node
 from orchestra.config.rules.plugin_rules import rule_block, rule_loss, rule_optimizer
 from orchestra.config.rules.recovery_rules import rule_replay
 from orchestra.config.rules.shape_rules import rule_fp8, rule_in_pipeline, rule_noise_scale, rule_offload
+from orchestra.config.rules.value_rules import rule_numbers, rule_sizes
 from orchestra.errors import EXIT_DONE, EXIT_FAILED, ConfigError
 from orchestra.plan.assemble import for_planning
 from orchestra.plan.case import PlanCase
@@ -37,6 +39,7 @@ from orchestra.plan.predict import Prediction, predict
 from orchestra.plan.search import SearchResult, remedies, search
 from orchestra.plan.space import DP_KEY, KEYS, Fixed, choice_of, other_schedules, space_of
 from orchestra.sizes.flops import num_active_parameters, num_parameters
+from orchestra.sizes.pipeline_schedule import pipeline_shape, shape_problem
 from orchestra.sizes.topology import global_batch_size
 from orchestra.sizes.units import first_few
 
@@ -56,6 +59,8 @@ _OF_LAYOUTS = (
     *(rule_in_pipeline, rule_fp8, rule_optimizer, rule_block, rule_loss),
     *(rule_latent_attention, rule_expert_placement, rule_noise_scale, rule_replay),
 )
+# Values that are wrong by themselves.
+_OF_VALUES = (rule_sizes, rule_numbers, rule_ranks_per_node)
 # What binds, in one word for a column.
 _SHORT = {
     "collectives in the layers": "collectives",
@@ -135,7 +140,13 @@ def ask(typed: Sequence[str]) -> SearchRequest:
     given = typed_config(merge(checked)[0])
     config, broken = settled(given, checked, Situation("plan"))
     config = with_network(config, typed)
+    fixed = _fixed(config, checked)
     lasting = [*said_twice(given, checked.keys), *_lasting(config, broken, checked)]
+    if fixed.pp != 1 and not lasting:
+        # A schedule is given and not searched.
+        pipeline = replace(config.parallelism, pp=fixed.pp or 2)
+        problem = shape_problem(pipeline.schedule, pipeline_shape(pipeline), pipeline.virtual_stages)
+        lasting += [problem] if problem else []
     if lasting:
         raise ConfigError(lasting)
     free = replace(given.train, micro_batch_size=None)
@@ -147,14 +158,14 @@ def ask(typed: Sequence[str]) -> SearchRequest:
         is_batch_assumed=not any(
             (given.train.global_batch_size, given.train.global_batch_tokens, given.train.batch_ramp)
         ),
-        fixed=_fixed(config, checked),
+        fixed=fixed,
         broken=broken,
     )
 
 
 def _lasting(config: Config, broken: list[str], checked: Checked) -> list[str]:
-    """Return the problems that one device on its own has too, and two data-parallel ones with the smallest
-    micro-batch: no layout cures them.
+    """Return the problems that no layout cures: values that mean nothing, and what is wrong on one device on
+    its own and on two data-parallel ones with the smallest micro-batch.
     """
     if not broken:
         return []
@@ -176,7 +187,8 @@ def _lasting(config: Config, broken: list[str], checked: Checked) -> list[str]:
     # The ranks and the stage of ZeRO that offload=all needs are a layout's.
     of_layout = set(rule_offload(alone, Situation("plan")))
     still = set(problems_of(alone, Situation("plan"))) & set(problems_of(both, Situation("plan")))
-    return [problem for problem in broken if problem in still - of_layout]
+    of_values = {problem for rule in _OF_VALUES for problem in rule(config, Situation("plan"))}
+    return [problem for problem in broken if problem in (still - of_layout) | of_values]
 
 
 def _fixed(config: Config, checked: Checked) -> Fixed:

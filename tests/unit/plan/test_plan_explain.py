@@ -75,3 +75,8 @@ def test_one_key_is_explained_by_its_name_or_its_last_word(plan: PlanCommand) ->
     facts = plan.facts("--explain", "parallelism.zero", *TYPED, "parallelism=zero3")
     assert plan.facts("--explain", "zero", *TYPED, "parallelism=zero3") == facts
     assert list(facts["keys"]) == ["parallelism.zero"]
+
+
+def test_pipelines_that_a_schedule_does_not_have_are_no_values(plan: PlanCommand) -> None:
+    facts = plan.facts("--explain", "pp", *TYPED, "cluster.nodes=1", "parallelism.schedule=interleaved")
+    assert [each["value"] for each in facts["keys"]["parallelism.pp"]] == ["1"]

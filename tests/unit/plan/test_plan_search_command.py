@@ -251,6 +251,12 @@ def test_where_nothing_fits_the_nearest_and_what_helps_are_named(plan: PlanComma
         ([*ON_DISK], "parallelism.offload_dir=null with parallelism.offload=optimizer_disk; give"),
         ([*MODEL, *REPLAY, "parallelism.zero=3"], "with parallelism.zero=3 no rank holds the parameters"),
         ([*MODEL, *REPLAY, *ONE_RANK], "the run has one data-parallel rank"),
+        ([*MODEL, "parallelism.schedule=interleaved"], "interleaves nothing; use virtual_stages=2"),
+        ([*MODEL, "parallelism.virtual_stages=2"], "it has one stage on each rank"),
+        ([*MODEL, "parallelism.virtual_stages=0"], "parallelism.virtual_stages=0 is too small"),
+        ([*MODEL, "parallelism.shard_degree=0"], "parallelism.shard_degree=0 is too small"),
+        ([*MODEL, "cluster.nodes=0"], "cluster.nodes=0 is too small"),
+        ([*MODEL, "cluster.gpus_per_node=0"], "cluster.gpus_per_node=0 is not a number of ranks"),
         (["optim=muon", *ON_DISK[:-1], "parallelism.offload=all"], "AdamW alone does"),
     ],
 )
