@@ -2,9 +2,10 @@
 
 What it returns is predicted in full (`predict.predict`); what it need not look at is passed over by two
 cheap facts. Memory: of a mesh's stages alike the first is the fullest, and a micro-batch of more sequences
-takes no less, so that the first size that does not fit is the last to try. Time: a step takes at least its
-micro-batches on the slowest stage, so layouts are predicted in that order until none that is left can win.
-A predicate limits the choice to the layouts that a trainer can run.
+takes no less, so that the first size that does not fit is the last to try; but where nobody has the same
+parameters gradients are made late, and fewer micro-batches may find fewer of them. Time: a step takes at
+least its micro-batches on the slowest stage, so layouts are predicted in that order until none that is left
+can win. A predicate limits the choice to the layouts that a trainer can run.
 """
 
 from __future__ import annotations
@@ -147,18 +148,23 @@ def _survey(
         sizes = space.micro_batch_sizes(mesh)
         for smallest in space.kinds_of_mesh(mesh):
             num_layouts += len(sizes)
+            is_full = False
             for size in sizes:
                 choice = smallest._replace(micro_batch_size=size)
                 case = space.case(choice)
                 if has_idle_stage(case.stages) or _exceeds(case, max(usable, nearest[0])):
                     break
+                if is_full and not case.makes_gradients_late:
+                    continue
                 candidate = known.get(choice) or _candidate(choice, case)
                 known[choice] = candidate
                 if candidate.peak_bytes < nearest[0]:
                     nearest = candidate.peak_bytes, candidate.case
-                if candidate.peak_bytes > usable:
+                is_full = candidate.peak_bytes > usable
+                if not is_full:
+                    fitting.append(candidate)
+                elif not case.is_counted_in_full or mesh.dp * mesh.cp > 1:
                     break
-                fitting.append(candidate)
     return num_layouts, fitting, nearest[1]
 
 

@@ -50,6 +50,22 @@ def everything(whole: Space) -> list[Prediction]:
     return [predict(whole.case(choice)) for choice in whole.choices()]
 
 
+def test_a_larger_micro_batch_that_takes_less_is_found() -> None:
+    """Of a pipeline of one data-parallel rank, whose gradients are not all there when it holds the most."""
+    fixed = Fixed(tp=1, pp=4, recompute=Recompute.selective)
+    whole = space(fixed, num_gpus=4, dp=4, seq_len=1024, precision="fp32", framework="orchestra")
+    whole = replace(whole, num_sequences=8)
+    peaks = {
+        choice.micro_batch_size: predict(whole.case(choice)).peak.total / whole.base.device.usable_bytes
+        for choice in whole.choices()
+    }
+    assert min(peaks, key=lambda size: peaks[size]) == max(peaks)
+    enough = whole.base.device.memory_bytes * (1 + 1e-9) * peaks[max(peaks)]
+    small = replace(whole.base, device=replace(whole.base.device, memory_bytes=enough))
+    found = search(replace(whole, base=small), 1)
+    assert (found.num_fitting, found.ranked[0].case.micro_batch_size) == (1, max(peaks))
+
+
 @pytest.fixture(scope="module")
 def found(whole: Space) -> SearchResult:
     return search(whole, 5)
@@ -162,7 +178,8 @@ def test_where_nothing_fits_a_search_looks_further_and_tells_the_nearest(
     assert found.space.wide
     choices = {choice._replace(micro_batch_size=1) for choice in found.space.choices()}
     # Those that are kept for the wider search are counted once.
-    assert 0 < len(counted) < 0.75 * len(choices)
+    assert len(counted) == len({choice_of(case) for case in counted})
+    assert 0 < len({choice_of(case)._replace(micro_batch_size=1) for case in counted}) < 0.75 * len(choices)
     assert not [*found.ranked, *found.pareto]
     assert found.nearest is not None
     least = min(predict(found.space.case(choice)).peak.total for choice in found.space.choices())
