@@ -626,6 +626,7 @@ class WandbMode(Enum):
 class WandbConfig:
     """Weights & Biases. A process of its own reads metrics.jsonl: it can neither stop nor slow training."""
 
+    # WANDB_MODE and WANDB_DISABLED in the environment change nothing.
     mode: WandbMode = WandbMode.offline
     project: str = "orchestra"
     entity: str | None = None
