@@ -260,7 +260,11 @@ def read_manifest(storage: Storage, checkpoint: StoredCheckpoint | int) -> Manif
     Raises DamagedError where it is not a whole one of that step and attempt.
     """
     checkpoint = named(checkpoint) if isinstance(checkpoint, int) else checkpoint
-    manifest = decode(storage.get(checkpoint.manifest))
+    try:
+        manifest = decode(storage.get(checkpoint.manifest))
+    except DamagedError:
+        # A network may have changed it on its way.
+        manifest = decode(storage.get(checkpoint.manifest))
     if manifest.step != checkpoint.step:
         raise DamagedError(f"it is that of step {manifest.step}, found in {checkpoint.folder}", file=MANIFEST)
     if checkpoint.attempt is not None and manifest.attempt not in (None, checkpoint.attempt):

@@ -35,7 +35,7 @@ from checkpointing.manifest import Manifest
 from checkpointing.options import Phase, no_fault
 from checkpointing.outages import OutagePatience, in_time, is_passing, is_refused, may_be_damage
 from checkpointing.peers import Peers
-from checkpointing.plans import NamedChunk, Transfer, check_fit, declaration, declared, read_plan
+from checkpointing.plans import Transfer, check_fit, declaration, declared, read_plan
 from checkpointing.shards import Shard
 from checkpointing.storage import Storage
 from checkpointing.transfer import Mover, Placement, Routes
@@ -58,12 +58,14 @@ class RestoredCheckpoint:
     skipped: Sequence[tuple[int, str]]
     off_line: Sequence[tuple[int, str]] = ()
     fallback: str | None = None
+    read_twice: Sequence[str] = ()
 
     def __repr__(self) -> str:
         """Return the outcome without the manifest, which is as long as the model has tensors."""
         return (
             f"RestoredCheckpoint(step={self.step}, bytes_read={self.bytes_read}, seconds={self.seconds:.3f}, "
-            f"skipped={self.skipped!r}, off_line={self.off_line!r}, fallback={self.fallback!r})"
+            f"skipped={self.skipped!r}, off_line={self.off_line!r}, fallback={self.fallback!r}, "
+            f"read_twice={self.read_twice!r})"
         )
 
     @property
@@ -132,12 +134,12 @@ def restore(
         manifest, folder = manifests.decode(offer["manifest"].encode()), offer["folder"]
         storage = places.storages[offer["place"]]
         task = _RestoreTask(storage, folder, manifest, peers, group, how, peers.unused(topic), at_phase)
-        num_bytes, failure = _filled(task, functools.partial(wanted, manifest))
+        num_bytes, failure, read_twice = _filled(task, functools.partial(wanted, manifest))
         if failure is None:
             off_line = [(each, words) for each, words in offer["off_line"] if each > manifest.step]
             fallback = storage.place if offer["place"] else None
             seconds = time.monotonic() - began
-            return RestoredCheckpoint(manifest, num_bytes, seconds, skipped, off_line, fallback)
+            return RestoredCheckpoint(manifest, num_bytes, seconds, skipped, off_line, fallback, read_twice)
 
 
 def fetch(
@@ -157,7 +159,7 @@ def fetch(
     every rank, DamagedError or MismatchError.
     """
     task = _RestoreTask(storage, folder, manifest, peers, group, how, peers.unused(topic))
-    num_bytes, failure = _filled(task, lambda: shards)
+    num_bytes, failure, _ = _filled(task, lambda: shards)
     if failure is not None:
         raise failure.damage
     return num_bytes
@@ -393,8 +395,12 @@ def _offered(
     raise NoCheckpointError(f"{places.words}: no committed checkpoint is intact", skipped)
 
 
-def _filled(task: _RestoreTask, ask: Callable[[], Sequence[Shard]]) -> tuple[int, ReadFailure | None]:
-    """Fill what this rank asks for; return the bytes that it read, and what any rank could not read."""
+def _filled(
+    task: _RestoreTask, ask: Callable[[], Sequence[Shard]]
+) -> tuple[int, ReadFailure | None, list[str]]:
+    """Fill what this rank asks for; return the bytes that it read, what any rank could not read, and in words
+    what ranks read twice.
+    """
     shards, words = _agreed(task, ask)
     rank = task.peers.rank
     transfers = _planned(task, words)
@@ -412,12 +418,14 @@ def _filled(task: _RestoreTask, ask: Callable[[], Sequence[Shard]]) -> tuple[int
     routes = Routes(transfers, None if task.how == "direct" else task.group)
     mover = Mover(transfers, Placement(shards), routes, rank, device, task.peers.limit_s)
     mover.move(reader.read, after_read)
-    verdict = None if reader.verdict is None else asdict(reader.verdict)
-    verdicts = task.peers.exchange(f"{task.topic}/read", verdict)
+    failed = None if reader.verdict is None else asdict(reader.verdict)
+    outcomes = task.peers.exchange(f"{task.topic}/read", {"failed": failed, "twice": reader.read_twice})
     routes.close()
-    failures = [ReadFailure(**verdict) for verdict in verdicts if verdict is not None]
+    failures = [ReadFailure(**outcome["failed"]) for outcome in outcomes if outcome["failed"] is not None]
     # What one rank found damaged is not waited for because another one was not answered.
-    return reader.num_bytes, min(failures, key=lambda each: (each.is_outage, each.is_refused), default=None)
+    failure = min(failures, key=lambda each: (each.is_outage, each.is_refused), default=None)
+    twice = [f"rank {rank}: {words}" for rank, each in enumerate(outcomes) for words in each["twice"]]
+    return reader.num_bytes, failure, twice
 
 
 def _agreed(
@@ -458,8 +466,9 @@ def _planned(task: _RestoreTask, words: Sequence[Mapping[str, Any]]) -> list[Tra
 
 
 class _CheckedReader:
-    """Reads and checks chunks. It remembers the first damage instead of raising: the other ranks count on
-    this one to send something, and learn afterwards that it is worth nothing.
+    """Reads and checks chunks; what does not have its checksum once more, as a network may have changed it on
+    its way. It remembers the first damage instead of raising: the other ranks count on this one to send
+    something, and learn afterwards that it is worth nothing.
     """
 
     def __init__(self, storage: Storage, folder: str) -> None:
@@ -468,30 +477,41 @@ class _CheckedReader:
         self._lock = threading.Lock()
         self.num_bytes = 0
         self.verdict: ReadFailure | None = None
+        # What was right the second time.
+        self.read_twice: list[str] = []
 
     def read(self, transfer: Transfer, memory: memoryview) -> None:
         """Fill the memory; called by several threads. Nothing more is read after a damage."""
         if self.verdict is not None:
             return
-        path = f"{self._folder}/{transfer.file}" if self._folder else transfer.file
         try:
-            self._storage.read_into(path, transfer.begin, memory)
-            with self._lock:
-                self.num_bytes += transfer.num_bytes
-            for part in transfer.parts:
-                self._check(transfer, part, memory)
+            failure = self._read_once(transfer, memory)
+            if failure is not None:
+                first, failure = failure, self._read_once(transfer, memory)
+                if failure is None:
+                    with self._lock:
+                        self.read_twice.append(str(first.damage))
+                else:
+                    self._note(failure)
         except Exception as error:  # noqa: BLE001  whatever failed here, all ranks are to learn of it
             failure = ReadFailure.of(error, transfer.file, transfer.parts[0].name)
             # This node may be the only one that has not mounted the place.
             self._note(replace(failure, is_outage=failure.is_outage or _is_gone(self._storage)))
 
-    def _check(self, transfer: Transfer, part: NamedChunk, memory: memoryview) -> None:
-        begin = part.chunk.begin - transfer.begin
-        checksum = checksums.of_chunk(memory[begin : begin + part.chunk.num_bytes])
-        if part.chunk.checksum and checksum != part.chunk.checksum:
-            where, expected = part.chunk.box.label(), part.chunk.checksum
-            what = f"the chunk {where} has the checksum {checksum}, expected {expected}"
-            self._note(ReadFailure(what, transfer.file, part.name))
+    def _read_once(self, transfer: Transfer, memory: memoryview) -> ReadFailure | None:
+        """Fill the memory; return which of its chunks does not have its checksum first."""
+        path = f"{self._folder}/{transfer.file}" if self._folder else transfer.file
+        self._storage.read_into(path, transfer.begin, memory)
+        with self._lock:
+            self.num_bytes += transfer.num_bytes
+        for part in transfer.parts:
+            begin = part.chunk.begin - transfer.begin
+            checksum = checksums.of_chunk(memory[begin : begin + part.chunk.num_bytes])
+            if part.chunk.checksum and checksum != part.chunk.checksum:
+                where, expected = part.chunk.box.label(), part.chunk.checksum
+                what = f"the chunk {where} has the checksum {checksum}, expected {expected}"
+                return ReadFailure(what, transfer.file, part.name)
+        return None
 
     def _note(self, failure: ReadFailure) -> None:
         with self._lock:

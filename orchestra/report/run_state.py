@@ -118,6 +118,16 @@ def passed_over(event: Record) -> list[str]:
     ]
 
 
+def read_twice(event: Record) -> list[str]:
+    """Return a sentence about what a `restored` event says came with a wrong checksum at first."""
+    found = event.get("read_twice")
+    if not isinstance(found, list) or not found:
+        return []
+    others = f" (and {len(found) - 1} more like it)" if len(found) > 1 else ""
+    what = "the storage or the network to it gave wrong bytes, which were right when they were read again"
+    return [f"{what}: {found[0]}{others}"]
+
+
 # Decisions that another attempt by the same agents follows, and the one that another job does; after the
 # others the leader ends.
 _GO_ON = ("restart", "replace", "shrink", "grow", "requeue")

@@ -330,6 +330,7 @@ class StartingPoint:
             generation=restored.manifest.generation,
             digest=digest(restored.manifest),
             **({} if restored.fallback is None else {"fallback": restored.fallback}),
+            **({"read_twice": list(restored.read_twice)} if restored.read_twice else {}),
             changes=changes(_saved_facts(restored.manifest), self.context.facts),
         )
         self._announce_other_scores(restored)

@@ -204,6 +204,40 @@ class Away(LocalStorage):
         super().read_into(path, begin, buffer)
 
 
+class Noisy(LocalStorage):
+    """A folder behind a network that changes a byte of the newer checkpoint once: of its manifest, and of
+    its tensors.
+    """
+
+    def __init__(self, place: Path) -> None:
+        super().__init__(place)
+        self.is_clean = {"manifest": False, "tensors": False}
+
+    def get(self, path: str) -> bytes:
+        content = bytearray(super().get(path))
+        if path.endswith(f"step-{NEW:08d}/manifest.json") and not self.is_clean["manifest"]:
+            self.is_clean["manifest"] = True
+            content[len(content) // 2] ^= 0x10
+        return bytes(content)
+
+    def read_into(self, path: str, begin: int, buffer: memoryview) -> None:
+        super().read_into(path, begin, buffer)
+        if f"step-{NEW:08d}/0" in path and not self.is_clean["tensors"]:
+            self.is_clean["tensors"] = True
+            buffer[0] ^= 0x10
+
+
+def attempt_through_noise(rank: int, world: int, place: Path, how: str) -> tuple[Any, ...]:
+    """Restore onto whole replicas where each rank's storage is noisy; say what came of it."""
+    mine = layouts.shards(layouts.state(), "replicated", rank, world, is_filled=False)
+    storage = Noisy(place)
+    found = layouts.restored(rank, world, place, f"noise {how}", lambda _: mine, storage=storage, how=how)
+    assert found is not None
+    whole = layouts.state(found.step)
+    is_right = all(layouts.is_equal(shard, whole) for shard in mine)
+    return found.step, found.skipped, is_right, tuple(found.read_twice), storage.is_clean
+
+
 def attempt(
     rank: int,
     world: int,
@@ -323,6 +357,19 @@ def test_all_ranks_walk_back_from_a_damage_with_the_same_reason(
     assert skipped == NEW
     assert named in reason
     assert not (place / "exploded").exists()
+
+
+@pytest.mark.parametrize("how", ["broadcast", "direct"])
+def test_bytes_that_a_network_changed_are_read_once_more_and_told(
+    ranks: Ranks, place: Path, how: str
+) -> None:
+    outcomes = ranks(WORLD).run(attempt_through_noise, place=place, how=how)
+    for rank, (step, skipped, is_right, read_twice, is_clean) in enumerate(outcomes):
+        assert (step, skipped, is_right) == (NEW, [], True)
+        assert is_clean == {"manifest": rank == 0, "tensors": True}
+        assert read_twice == outcomes[0][3]
+        assert [words.partition(":")[0] for words in read_twice] == ["rank 0", "rank 1", "rank 2"]
+        assert all("has the checksum" in words for words in read_twice)
 
 
 def test_what_one_rank_cannot_read_sends_all_back(ranks: Ranks, place: Path) -> None:

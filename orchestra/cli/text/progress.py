@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from orchestra.cli.text import figures
-from orchestra.report.run_state import failed_save, median_of, outage, passed_over, seconds_left
+from orchestra.report.run_state import failed_save, median_of, outage, passed_over, read_twice, seconds_left
 from orchestra.run.events import is_number, is_whole, rank_writer
 from orchestra.run.files import JsonLinesReader, Record
 from orchestra.run.metrics_file import eval_losses, repeats_words, rows_that_count, sound_row, train_losses
@@ -165,7 +165,7 @@ class Progress:
             elif name == "stop_requested":
                 self._notices.append(f"stopping after step {step}: {event.get('reason', 'asked to')}")
             elif name == "restored":
-                self._notices += [*passed_over(event), _restored(event, step)]
+                self._notices += [*passed_over(event), *read_twice(event), _restored(event, step)]
 
     def take_notices(self) -> list[str]:
         """Return what a person should read of choices, restores, failed saves, stops; each is given once."""

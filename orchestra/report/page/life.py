@@ -12,7 +12,7 @@ from typing import Any
 from conf.schema import Fault
 from orchestra.recovery.accounting import AttemptTimes
 from orchestra.report.attempts import EndedAttempt
-from orchestra.report.run_state import failed_save, passed_over
+from orchestra.report.run_state import failed_save, passed_over, read_twice
 from orchestra.run.events import is_number, is_whole
 from orchestra.run.files import Record
 
@@ -147,9 +147,13 @@ def checkpoint_rows(events: Sequence[Record], began: float) -> list[Record]:
 
 
 def passed_over_checkpoints(events: Sequence[Record]) -> list[str]:
-    """Return in a sentence each which newer checkpoints a restore did not take, and why."""
+    """Return in a sentence each which newer checkpoints a restore did not take, and why, and what it had to
+    read twice.
+    """
     restored = (event for event in events if event["event"] == "restored")
-    return list(dict.fromkeys(words for event in restored for words in passed_over(event)))
+    return list(
+        dict.fromkeys(words for event in restored for words in (*passed_over(event), *read_twice(event)))
+    )
 
 
 def node_rows(events: Sequence[Record], began: float) -> list[Record]:

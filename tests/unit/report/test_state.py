@@ -18,7 +18,14 @@ from support.run_records import started_elsewhere
 from conf.schema import Config
 from launchers import processes
 from orchestra.report.page.curves import void_curve
-from orchestra.report.run_state import RunState, failed_save, failed_saves, passed_over, read_state
+from orchestra.report.run_state import (
+    RunState,
+    failed_save,
+    failed_saves,
+    passed_over,
+    read_state,
+    read_twice,
+)
 from orchestra.report.stalled import stalled_words
 from orchestra.run.config_file import write_config
 from orchestra.run.events import EventWriter, node_writer, rank_writer
@@ -216,6 +223,9 @@ def test_checkpoints_that_failed_or_were_passed_over_say_why() -> None:
     event = {**_event("restored", 2), "skipped": [{"step": 4, "reason": "a flipped bit"}, "nonsense"]}
     assert passed_over(event) == ["the checkpoint of step 4 was passed over: a flipped bit"]
     assert passed_over(_event("restored", 2)) == []
+    (words,) = read_twice({**_event("restored", 2), "read_twice": ["rank 1: the first", "rank 3: another"]})
+    assert words.endswith("right when they were read again: rank 1: the first (and 1 more like it)")
+    assert read_twice(_event("restored", 2)) == []
 
 
 def test_saves_that_failed_since_the_last_commit_are_counted_once_for_all_ranks() -> None:
