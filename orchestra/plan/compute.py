@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from itertools import groupby
 
-from conf.schema import ContextMethod, PrecisionName, Recompute
+from conf.schema import ContextMethod, PipelineSchedule, PrecisionName, Recompute
 from orchestra.plan.case import PlanCase, RankElements, held_of_layer, most_experts
 from orchestra.plan.kernels.memory_passes import (
     STREAM_SHARE,
@@ -45,7 +45,7 @@ from orchestra.sizes.flops import (
 )
 from orchestra.sizes.memory.layer_memory import recomputed_kinds
 from orchestra.sizes.memory.loss_memory import loss_chunk_tokens
-from orchestra.sizes.training_shape import widths
+from orchestra.sizes.training_shape import PipelineStage, rank_parameters, widths
 
 # To the experts and back, forward and backward.
 _EXCHANGES = 4
@@ -55,6 +55,9 @@ _TILE_START = 480
 # Copies of each token to each of its experts: sorted by expert and put back, forward and backward, each of
 # them read and written.
 _PASSES_OF_COPIES = 8
+# Layers that ZeRO-3's memory holds at once (`orchestra.parallel.zero.buffers.slots`).
+_TURNS = 2
+_OF_SEVERAL_STAGES = (PipelineSchedule["interleaved"], PipelineSchedule["zbv"])
 # Forward, and backward twice that; recomputation adds a forward.
 _PASSES = 3
 # Of a forward pass' memory traffic, what selective recomputation adds where it is compiled into the backward
@@ -441,8 +444,8 @@ def _merging(case: PlanCase) -> float:
 
 
 def _gathered_parameters(case: PlanCase, busy: float) -> float:
-    """ZeRO-3 gathers a layer for the forward and for the backward pass and scatters its gradients. A layer
-    that orchestra computes in fp8 it gathers in one byte an element.
+    """ZeRO-3 gathers a layer for the forward and for the backward pass and scatters its gradients. Orchestra
+    gathers a layer that it computes in fp8 in one byte an element, and none that its memory still holds.
 
     Hidden behind the layer's own work but for the framework's exposed share.
     """
@@ -455,9 +458,56 @@ def _gathered_parameters(case: PlanCase, busy: float) -> float:
     # Experts travel in 16 bits.
     fewer = RankElements(held.dense * gathered / width, held.experts)
     gradients = travelling_gradient_bytes(case) if case.is_counted_in_full else width
-    moved = 2 * sharded_s(case, fewer, width) + sharded_s(case, held, gradients)
+    moved = _num_gathers(case) * sharded_s(case, fewer, width) + sharded_s(case, held, gradients)
     hidden = busy * (1 - case.framework.exposed_reduction)
     return max(case.framework.exposed_reduction * moved, moved - hidden)
+
+
+def _num_gathers(case: PlanCase) -> float:
+    """Return how often ZeRO-3 gathers a layer for a micro-batch, in the mean over the layers. Two of them
+    take turns in orchestra's memory: where a backward pass follows a forward pass, or the other way round, it
+    finds two there. Counted for the first rank of a pipeline, where fewest do; not of schedules whose ranks
+    have several stages, which find a few.
+    """
+    layers, micro_batches = case.model.num_hidden_layers / case.layout.pp, case.accumulation
+    if not case.is_counted_in_full:
+        return 2.0
+    if layers <= _TURNS:
+        return 1 / micro_batches
+    if case.layout.pp > 1 and case.schedule in _OF_SEVERAL_STAGES:
+        return 2.0
+    alike = micro_batches if case.schedule is PipelineSchedule["afab"] else min(micro_batches, case.layout.pp)
+    found = 2 * micro_batches - 1 - 2 * (alike - 1) * (case.layout.pp > 1)
+    return 2 - _TURNS * found / (layers * micro_batches)
+
+
+def ends_s(case: PlanCase, stage: PipelineStage, layer: LayerTime) -> tuple[float, float]:
+    """Return the seconds of a micro-batch in which orchestra's ranks exchange what stands before a stage's
+    layers, and after them: under tensor parallelism what leaves the embedding and what enters the output
+    product, with their gradients, and with ZeRO-3 the tables. The output's hide behind a layer's work; with
+    those of the embedding a step begins and ends.
+    """
+    if not case.is_counted_in_full:
+        return 0.0, 0.0
+    tokens, link = case.tokens, case.device.link_bytes_per_s
+    before = after = 0.0
+    if tokens.tp > 1:
+        hidden = tokens.count * case.model.hidden_size * tokens.width_bytes
+        # A gather and a scatter.
+        before = after = 2 * case.network.all_gather_s(hidden, case.group(tokens.tp, 1), link)
+    if case.kept_zero == 3 and case.num_shards > 1:
+        has_both = stage.has_embedding and stage.has_head
+        whole = rank_parameters(case.model, tokens.tp, has_both_ends=has_both)
+        # Memory of its own, which a tied table and each in a pipeline has, is filled once a step.
+        is_kept = case.model.tie_word_embeddings or case.layout.pp > 1
+        width = tokens.width_bytes / (case.accumulation if is_kept else 1) + travelling_gradient_bytes(case)
+        before += sharded_s(case, RankElements(whole.before, 0.0), width)
+        moved, exposed = (
+            sharded_s(case, RankElements(whole.after, 0.0), width),
+            case.framework.exposed_reduction,
+        )
+        after += max(exposed * moved, moved - layer.device * (1 - exposed))
+    return stage.has_embedding * before, stage.has_head * after
 
 
 def travelling_gradient_bytes(case: PlanCase) -> int:

@@ -19,6 +19,7 @@ from conf.schema import Offload, Recompute, TrainConfig
 from orchestra.plan.case import PlanCase, RankElements, has_idle_stage, held_by_rank, num_chunks
 from orchestra.plan.compute import (
     LayerTime,
+    ends_s,
     hand_over_time,
     head_time,
     layer_time,
@@ -83,16 +84,21 @@ def step_time(case: PlanCase, *, is_pressed: bool = False, waits: bool | None = 
     """
     layer, head = mean_layer_time(case, is_pressed=is_pressed), head_time(case)
     busy_share = BUSY_SHARE if case.counts_passes else 1.0
-    times = [(stage.num_layers * layer.total + head * stage.has_head) / busy_share for stage in case.stages]
+    ends = [ends_s(case, stage, layer) for stage in case.stages]
+    times = [
+        (stage.num_layers * layer.total + head * stage.has_head) / busy_share + sum(end)
+        for stage, end in zip(case.stages, ends, strict=True)
+    ]
     slowest = max(times)
     # The stage that is at work all the time decides what the time goes to.
-    stage = case.stages[times.index(slowest)]
+    stage, exchanged = case.stages[times.index(slowest)], sum(ends[times.index(slowest)])
     accumulation = case.accumulation
     communicating = layer.communicating
     layers = stage.num_layers * accumulation
     hand_over = hand_over_time(case, is_pressed=is_pressed, waits=waits)
     if case.layout.pp > 1 and case.framework.name == OWN:
-        passes = _pass_times(case, layer, head / busy_share, hand_over / 2)
+        first, last = (max(each) for each in zip(*ends, strict=True))
+        passes = _pass_times(case, layer, (first, head / busy_share + last), hand_over / 2)
         run = pipeline_time(case.schedule, case.pipeline, accumulation, passes)
         handed, bubble = run.hand_over, run.bubble
     else:
@@ -100,10 +106,10 @@ def step_time(case: PlanCase, *, is_pressed: bool = False, waits: bool | None = 
         busy_borders = min(2, borders)
         handed = accumulation * busy_borders * hand_over
         bubble = (sum(times) - slowest) / num_chunks(case) + (borders - busy_borders) * hand_over
-    idle = accumulation * slowest * (1 - busy_share)
+    idle = accumulation * (slowest - exchanged) * (1 - busy_share)
     return StepTime(
         compute=layers * (layer.device - communicating) + accumulation * head * stage.has_head,
-        tensor_parallel=layers * communicating,
+        tensor_parallel=layers * communicating + accumulation * exchanged,
         host=layers * (layer.total - layer.device) + idle,
         hand_over=handed,
         bubble=bubble,
@@ -113,10 +119,10 @@ def step_time(case: PlanCase, *, is_pressed: bool = False, waits: bool | None = 
     )
 
 
-def _pass_times(case: PlanCase, layer: LayerTime, head: float, message: float) -> PassTimes:
+def _pass_times(case: PlanCase, layer: LayerTime, ends: tuple[float, float], message: float) -> PassTimes:
     """Return what a micro-batch's passes through each stage take. A layer's forward pass is a third of what
-    it takes without recomputation, and its weights' gradients are a third of its products. Output product
-    and loss go with the last stage's backward pass.
+    it takes without recomputation, and its weights' gradients are a third of its products. What is done at
+    the model's ends, output product and loss among it, goes with the backward passes there.
     """
     busy_share = BUSY_SHARE if case.counts_passes else 1.0
     once = layer if case.recompute is Recompute.none else layer_time(replace(case, recompute=Recompute.none))
@@ -126,11 +132,12 @@ def _pass_times(case: PlanCase, layer: LayerTime, head: float, message: float) -
         len(ranks[pipeline.rank_of(stage)].chunks[stage // pipeline.num_ranks])
         for stage in range(pipeline.num_stages)
     ]
-    ends = [0.0] * (len(num_layers) - 1) + [head]
+    first, last = ends
+    at_ends = [first, *[0.0] * (len(num_layers) - 2), last]
     return PassTimes(
         forward=[count * forward for count in num_layers],
         input_gradient=[
-            count * (whole - forward - weights) + end for count, end in zip(num_layers, ends, strict=True)
+            count * (whole - forward - weights) + end for count, end in zip(num_layers, at_ends, strict=True)
         ],
         weight_gradient=[count * weights for count in num_layers],
         message=message,
