@@ -93,7 +93,7 @@ class Fixed:
     cp: int | None = None
     ep: int | None = None
     zero: int | None = None
-    # Where it does not divide dp · cp all ranks are taken.
+    # Of layouts whose ranks it divides, with a stage of ZeRO.
     shard_degree: int | None = None
     sequence_parallel: bool | None = None
     recompute: Recompute | None = None
@@ -168,13 +168,19 @@ class Space:
 
         Parameters in host memory need the last one and ranks to shard over.
         """
-        kept = self.fixed.zero
+        kept, degree, ranks = self.fixed.zero, self.fixed.shard_degree, mesh.dp * mesh.cp
+        possible: tuple[int, ...]
         if self.base.options.offload is Offload.all:
-            is_shared = mesh.dp * mesh.cp > 1 and self.fixed.shard_degree != 1
-            return list(ZERO_STAGES[-1:]) if is_shared and kept in (None, ZERO_STAGES[-1]) else []
-        if kept is not None:
-            return [kept]
-        return list(ZERO_STAGES if mesh.dp * mesh.cp > 1 else ZERO_STAGES[:1])
+            possible = ZERO_STAGES[-1:] if ranks > 1 and degree != 1 else ()
+        elif kept is not None:
+            possible = (kept,)
+        else:
+            possible = ZERO_STAGES if ranks > 1 else ZERO_STAGES[:1]
+        if degree is not None:
+            # Nothing is sharded without a stage, and the trainer takes no degree there.
+            fits = degree == ranks or within(degree, mesh) is not None
+            possible = tuple(zero for zero in possible if zero > 0) if fits else ()
+        return [zero for zero in possible if kept in (None, zero)]
 
     def shard_degrees(self, mesh: MeshDegrees, zero: int) -> list[int | None]:
         """Return the data-parallel ranks that a stage of ZeRO can shard over; None: all. The one that takes
@@ -375,6 +381,8 @@ def _other_meshes(space: Space, here: LayoutChoice, axis: str) -> Iterator[Layou
         wanted = here.sequence_parallel or here.mesh.tp == 1
         split = wanted if wanted in kinds else kinds[0]
         stages = space.zero_stages(mesh)
+        if not stages:
+            continue
         zero = here.zero if here.zero in stages else stages[-1]
         degree = within(here.shard_degree, mesh) if zero else None
         yield LayoutChoice(mesh, zero, split, here.recompute, sizes[-1], degree)

@@ -102,17 +102,24 @@ def _run(arguments: Namespace) -> int:
         assumed = f"no global batch given, {request.num_sequences:,} sequences assumed"
         keys = "train.global_batch_size or train.global_batch_tokens"
         print(f"note: {assumed}; {keys} says how many", file=sys.stderr)
+    if request.left_out and not arguments.json:
+        print(
+            f"note: {' and '.join(request.left_out)} left out: a search takes stages and layers alike",
+            file=sys.stderr,
+        )
     return EXIT_DONE if result.num_fitting else EXIT_FAILED
 
 
+# What a search takes as null, and each layer for.
+_OF_ONE_LAYOUT = ("parallelism.stages", "train.recompute_every", "train.recompute_budget_gib")
 MODE = Mode("search", _EXPLAINED, _add_arguments, _run, ("top",))
 
 
 @dataclass(frozen=True)
 class SearchRequest:
     """What a search was asked for: the configuration and the overrides that a command needs to compose it,
-    the sequences of a step (`is_batch_assumed`: nobody said how many), what stays as it is, and what is wrong
-    with its own layout.
+    the sequences of a step (`is_batch_assumed`: nobody said how many), what stays as it is, what is wrong
+    with its own layout, and what of it no layout has.
     """
 
     config: Config
@@ -121,6 +128,7 @@ class SearchRequest:
     is_batch_assumed: bool
     fixed: Fixed
     broken: list[str]
+    left_out: tuple[str, ...] = ()
 
     @property
     def kept(self) -> dict[str, Any]:
@@ -160,6 +168,11 @@ def ask(typed: Sequence[str]) -> SearchRequest:
         ),
         fixed=fixed,
         broken=broken,
+        left_out=tuple(
+            f"{key}={shown(value)}"
+            for key in _OF_ONE_LAYOUT
+            if key in checked.keys and (value := attrgetter(key)(given)) not in (None, 1)
+        ),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 
 import pytest
 from plan_cases import PlanCommand
@@ -16,7 +17,7 @@ from orchestra.errors import EXIT_FAILED
 from orchestra.plan.assemble import case_of
 from orchestra.plan.predict import predict
 from orchestra.plan.search import search
-from orchestra.plan.space import choice_of, space_of
+from orchestra.plan.space import Fixed, choice_of, space_of
 
 MODEL = ["model=llama3_8b", "precision=bf16", "train.seq_len=8192", "train.global_batch_size=64"]
 NODES = ["cluster.nodes=2"]
@@ -155,7 +156,19 @@ def test_a_layout_that_shards_inside_a_node_is_searched_and_named(plan: PlanComm
     kept = ask([*typed, "parallelism.shard_degree=16"])
     kept_space = space_of(kept.config, "orchestra", 64, kept.fixed)
     assert {choice.shard_degree for choice in kept_space.choices()} == {16}
+    # What is kept is had by all that are proposed, or there is nothing.
+    for degree, expected in ((16, {(64, 16), (32, 16), (16, None)}), (3, set())):
+        wide = replace(space, fixed=Fixed(shard_degree=degree, pp=1, cp=1))
+        choices = [choice for choice in wide.choices() if choice.mesh.tp <= 4]
+        assert {(choice.mesh.dp, choice.shard_degree) for choice in choices} == expected
+        assert all(choice.zero for choice in choices)
     assert "zero 3 over 8 ranks" in plan.text("--search", *typed, "parallelism.shard_degree=8")
+
+
+def test_what_a_search_leaves_out_is_told(plan: PlanCommand) -> None:
+    typed = [*MODEL, *NODES, "parallelism.pp=2", "train.recompute_every=2", "parallelism.stages=null"]
+    plan.text("--search", *typed)
+    assert "note: train.recompute_every=2 left out: " in plan.notes
 
 
 def test_schedules_that_make_the_best_layout_faster_are_named(plan: PlanCommand) -> None:
