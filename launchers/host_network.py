@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import random
 import socket
 import struct
+from collections import deque
 
 from launchers import LauncherError
 
@@ -77,24 +79,57 @@ def _resolved(name: str) -> str | None:
 # meanwhile.
 _FIRST, _LAST = 20000, 32767
 _TRIES = 100
+_NONE_FREE = (
+    f"no free TCP port found in {_FIRST}-{_LAST} ({_TRIES} tries); see `ss -ltn` for who listens there"
+)
+
+
+# Of processes that start together one would find free what another one was given and does not use yet. Bound,
+# and not listened on, a port can be had only by who says SO_REUSEADDR, as all do that listen.
+_GIVEN: deque[socket.socket] = deque(maxlen=8)
 
 
 def free_port() -> int:
     """Return a port on which nobody listens on any address of this machine.
 
-    Use it soon: nothing keeps it free. Raises LauncherError if all tried are taken.
+    No other call here returns it while this process lives, or until it has asked for some more. Raises
+    LauncherError if all tried are taken.
     """
     # Seeded from the system, not from a run's seed: two runs started together must not probe the same
     # ports.
     source = random.SystemRandom()
     for _ in range(_TRIES):
         port = source.randint(_FIRST, _LAST)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("", port))
-            except OSError:
-                continue
-            return port
-    raise LauncherError(
+        probe = socket.socket()
+        try:
+            probe.bind(("", port))
+        except OSError:
+            probe.close()
+            continue
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if len(_GIVEN) == _GIVEN.maxlen:
+            _GIVEN.popleft().close()
+        _GIVEN.append(probe)
+        return port
+    raise _none_is_free()
+
+
+def listener(address: str) -> socket.socket:
+    """Return a socket that listens on a free port of an address of this machine.
+
+    Raises OSError where the address is none of its own, or nobody may listen there; else as `free_port`.
+    """
+    for _ in range(_TRIES):
+        try:
+            return socket.create_server((address, free_port()))
+        except OSError as error:
+            # Somebody was faster.
+            if error.errno != errno.EADDRINUSE:
+                raise
+    raise _none_is_free()
+
+
+def _none_is_free() -> LauncherError:
+    return LauncherError(
         f"no free TCP port found in {_FIRST}-{_LAST} ({_TRIES} tries); see `ss -ltn` for who listens there"
     )

@@ -24,7 +24,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from launchers import LauncherError
-from launchers.host_network import address_of_interface, free_port, interface_of
+from launchers.host_network import address_of_interface, interface_of, listener
 from orchestra import __version__
 from orchestra.doctor.check import Check, Finding, Mark, Subject, bounded, graded
 from orchestra.run.permissions import loose_folders
@@ -84,10 +84,8 @@ def _ports(subject: Subject) -> Iterator[Finding]:
             return
         address = configured
     try:
-        port = free_port()
-        with socket.socket() as listener:
-            listener.bind((address, port))
-            listener.listen()
+        with listener(address) as listening:
+            port = listening.getsockname()[1]
             with socket.create_connection((address, port), timeout=5):
                 yield Finding("ports", Mark.ok, f"{address}:{port} can be listened on and reached")
     except (OSError, LauncherError) as error:

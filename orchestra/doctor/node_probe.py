@@ -67,18 +67,18 @@ class Probe:
     def _meet(self) -> socket.socket | None:
         """Listen where ranks would meet, and let the others know through the folder. *Node 0 only*."""
         try:
-            from launchers.host_network import free_port, reachable_address
+            from launchers.host_network import listener, reachable_address
 
             launch = os.environ.get("SLURM_LAUNCH_NODE_IPADDR")
             interface = None if self.interface is None else str(self.interface)
             address = reachable_address(interface, str(self.answer["host"]), launch)
-            listener = socket.create_server((address, free_port()))
+            listening = listener(address)
             self.answer["address"] = address
-            self._write(MEETING, json.dumps(listener.getsockname()))
+            self._write(MEETING, json.dumps(listening.getsockname()))
         except Exception as error:  # noqa: BLE001  is the answer
             self.answer["address_problem"] = str(error)
             return None
-        return listener
+        return listening
 
     def _look_at_folder(self) -> None:
         """Write a file of one's own, and wait for everybody's."""
