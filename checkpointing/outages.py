@@ -44,6 +44,8 @@ _REFUSED_NAMES = {
     *("UnauthorizedSSOTokenError", "RefreshError", "DefaultCredentialsError"),
 }
 _REFUSED_STATUSES = {401, 403}
+# Clients that found a checksum of the service's own to differ: botocore, gcsfs, google-resumable-media.
+_GARBLED_NAMES = {"FlexibleChecksumError", "ChecksumError", "DataCorruption"}
 # Too slow or too many requests; of the server's own failures all pass but `not implemented`.
 _LARGEST_STATUS = 599
 _PASSING_STATUSES = {408, 429, *range(500, _LARGEST_STATUS + 1)} - {501}
@@ -72,6 +74,13 @@ def is_refused(error: BaseException) -> bool:
         or any(kind.__name__ in _REFUSED_NAMES for kind in type(cause).__mro__)
         for cause in causes(error)
     )
+
+
+def is_garbled(error: BaseException) -> bool:
+    """Whether a client saw bytes that the network may have changed on their way: no outage, but worth
+    another try.
+    """
+    return any(kind.__name__ in _GARBLED_NAMES for cause in causes(error) for kind in type(cause).__mro__)
 
 
 def _is_passing_alone(error: BaseException) -> bool:

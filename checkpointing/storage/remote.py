@@ -23,7 +23,7 @@ from fsspec.dircache import DirCache
 from fsspec.spec import AbstractBufferedFile
 
 from checkpointing.checkpoint_errors import StorageError
-from checkpointing.outages import causes, error_number, is_passing
+from checkpointing.outages import causes, error_number, is_garbled, is_passing
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Retries:
             try:
                 return act()
             except Exception as error:
-                if not is_passing(error):
+                if not is_passing(error) and not is_garbled(error):
                     raise
                 time.sleep(delay_s)
         return act()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import gc
 import os
 import threading
 import uuid
+import zlib
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -21,6 +23,7 @@ from checkpointing import catalog
 from checkpointing.checkpoint_errors import StorageError
 from checkpointing.checkpointer import Checkpointer
 from checkpointing.options import Options
+from checkpointing.outages import is_passing
 from checkpointing.peers import Peers
 from checkpointing.shards import whole
 from checkpointing.storage import open_storage
@@ -135,6 +138,22 @@ class Answers(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body.encode())
 
+    def do_HEAD(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "5")
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        """Give five bytes, at first with the checksum of others."""
+        self.server.num_requests += 1
+        fails = self.server.num_requests <= self.server.num_failures
+        self.send_response(200)
+        self.send_header("Content-Length", "5")
+        crc = zlib.crc32(b"other" if fails else b"bytes").to_bytes(4, "big")
+        self.send_header("x-amz-checksum-crc32", base64.b64encode(crc).decode())
+        self.end_headers()
+        self.wfile.write(b"bytes")
+
     def log_message(self, format: str, *args: object) -> None:
         """Say nothing."""
 
@@ -165,3 +184,22 @@ def test_answers_of_a_service_are_told_apart(
         service.shutdown()
         service.server_close()
     assert service.num_requests == num_requests
+
+
+@pytest.mark.usefixtures("endpoint")
+def test_bytes_that_the_client_finds_changed_are_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = Service(200, "", num_failures=2)
+    threading.Thread(target=service.serve_forever, daemon=True).start()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{service.server_port}")
+    storage = RemoteStorage("s3://bucket/checkpoints", AT_ONCE)
+    try:
+        assert storage.get("a") == b"bytes"
+        assert service.num_requests == 3
+        service.num_failures = 99
+        with pytest.raises(StorageError, match="checksum") as caught:
+            storage.get("a")
+        # It may be so in the store: an older checkpoint is taken, and nothing is waited for.
+        assert not is_passing(caught.value)
+    finally:
+        service.shutdown()
+        service.server_close()
