@@ -79,11 +79,6 @@ def _resolved(name: str) -> str | None:
 # meanwhile.
 _FIRST, _LAST = 20000, 32767
 _TRIES = 100
-_NONE_FREE = (
-    f"no free TCP port found in {_FIRST}-{_LAST} ({_TRIES} tries); see `ss -ltn` for who listens there"
-)
-
-
 # Of processes that start together one would find free what another one was given and does not use yet. Bound,
 # and not listened on, a port can be had only by who says SO_REUSEADDR, as all do that listen.
 _GIVEN: deque[socket.socket] = deque(maxlen=8)
