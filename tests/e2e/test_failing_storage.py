@@ -32,6 +32,7 @@ from commands import (
 
 from orchestra.run.files import Record
 from orchestra.run.metrics_file import read_metrics
+from tests.support.waiting import eventually
 
 _ENDLESS = (
     *TINY,
@@ -44,6 +45,12 @@ _ENDLESS = (
 _SOON_S = 30.0
 # Longer than a rank may be silent.
 _STALL_S = 15.0
+
+
+def _rests_at(step: int, attempt: int = 0) -> str:
+    """Return a fault that leaves a test time to do something to a run before a step."""
+    return f"{{attempt: {attempt}, at_step: {step}, rank: all, fault: slow, seconds: 4, steps: 1}}"
+
 
 _FAULTY_FILE_SYSTEM = '''
 """A folder behind fsspec that fails while a file says so."""
@@ -129,6 +136,14 @@ def _mount(*words: str) -> None:
     subprocess.run(["mount", *words], check=True, capture_output=True)
 
 
+def _forbid_writing(place: Path) -> None:
+    """Mount a file system for reading alone, as soon as no save has a file open."""
+    words = ["mount", "-o", "remount,ro", str(place)]
+    assert eventually(
+        lambda: subprocess.run(words, check=False, capture_output=True).returncode == 0, _SOON_S
+    )
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A disk of two megabytes: a tmpfs of its own."""
@@ -160,7 +175,7 @@ def test_a_full_and_a_read_only_disk_cost_only_the_saves_they_refuse(
         assert_trains_and_saves_again(started)
 
         failed = count(started, "checkpoint_failed")
-        _mount("-o", "remount,ro", str(small_disk))
+        _forbid_writing(small_disk)
         reasons = [str(event["reasons"]) for event in failures_after(started, failed)]
         assert all("Read-only file system" in reason for reason in reasons)
         _mount("-o", "remount,rw", str(small_disk))
@@ -171,8 +186,8 @@ def test_a_full_and_a_read_only_disk_cost_only_the_saves_they_refuse(
 def test_a_disk_that_is_full_at_the_last_save_loses_no_step_where_room_comes_back(
     tmp_path: Path, small_disk: Path
 ) -> None:
-    settings = (*TINY, "train.steps=30", "checkpoint.every_steps=10", f"checkpoint.dir={small_disk}", PACE)
-    started = start_run(tmp_path, "patient", *settings)
+    settings = (*TINY, "train.steps=30", "checkpoint.every_steps=10", f"checkpoint.dir={small_disk}")
+    started = start_run(tmp_path, "patient", *settings, f"recovery.inject=[{_rests_at(12)}]")
     started.wait_for(lambda: events_of(started.run, "checkpoint_committed"))
     _fill(small_disk / "ballast")
     started.wait_for(lambda: events_of(started.run, "last_save_waits"), _SOON_S)
@@ -206,7 +221,8 @@ def test_the_fallback_takes_the_last_save_and_is_waited_for_and_the_training_is_
     settings = (*TINY, "optim.schedule=constant", "optim.warmup_steps=2", "checkpoint.every_steps=5")
     places = (f"checkpoint.dir={small_disk}", f"checkpoint.fallback_dir={bound_folder}")
     impatient = "checkpoint.last_save_patience_s=0.5"
-    started = start_run(tmp_path, "first", *settings, *places, impatient, "train.steps=18", PACE)
+    rests = f"recovery.inject=[{_rests_at(7)}]"
+    started = start_run(tmp_path, "first", *settings, *places, impatient, "train.steps=18", rests)
     started.wait_for(lambda: events_of(started.run, "checkpoint_committed"))
     _fill(small_disk / "ballast")
     out, _ = started.end(0)
@@ -216,7 +232,8 @@ def test_the_fallback_takes_the_last_save_and_is_waited_for_and_the_training_is_
     # Room comes back, but the fallback is away.
     (small_disk / "ballast").unlink()
     subprocess.run(["umount", str(bound_folder)], check=True)
-    started = start(tmp_path, "first", "resume", "first", "train.steps=36", "--accept-jump")
+    rests = f"recovery.inject=[{_rests_at(22, attempt=1)}]"
+    started = start(tmp_path, "first", "resume", "first", "train.steps=36", rests, "--accept-jump")
     started.wait_for(lambda: events_of(started.run, "restore_waits"))
     told = " ".join(orchestra(tmp_path, "status", "first").stdout.split())
     assert f"step 18 in {second}" in told
@@ -224,7 +241,7 @@ def test_the_fallback_takes_the_last_save_and_is_waited_for_and_the_training_is_
     assert not list(bound_folder.iterdir())
     _mount("--bind", str(tmp_path / "content"), str(bound_folder))
     started.wait_for(lambda: events_of(started.run, "checkpoint_committed", 1))
-    _mount("-o", "remount,ro", str(small_disk))
+    _forbid_writing(small_disk)
     started.end(0)
     (restored,) = events_of(started.run, "restored")
     assert (restored["step"], restored["fallback"], restored["skipped"]) == (18, str(second), [])

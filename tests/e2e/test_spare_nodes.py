@@ -86,7 +86,7 @@ def test_a_spare_takes_the_place_of_a_node_that_computed_wrongly(tmp_path: Path)
 
 def test_a_lost_nodes_steps_come_from_the_spares_memory(tmp_path: Path) -> None:
     # A copy takes its time to the spare: with steps of 10 ms it may be several steps old on a busy machine.
-    slow = "{at_step: 1, rank: all, fault: slow, seconds: 0.1}"
+    slow = "{at_step: 9, rank: all, fault: slow, seconds: 1, steps: 3}"
     run = prepared(
         tmp_path,
         *TINY,

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from orchestra.run.files import Record, read_last_lines
 from orchestra.run.metrics_file import read_metrics
 from orchestra.run.paths import RunDir
 from slurm.cluster.errors import ClusterError
-from slurm.cluster.hosts import enter, processes_on
+from slurm.cluster.hosts import enter, processes_on, start_ticks
 from slurm.cluster.layout import ClusterLayout, load_layout
 from slurm.cluster.operations import fail_node, heal_node
 from tests.support.tiny import TINY_MODEL
@@ -453,7 +453,7 @@ class SubmittedRun:
         """Return its ranks on a host, lowest first."""
         others = ("launchers.bound_torchrun", "fork_server/worker_launcher.py", "srun")
         lines = self.processes(host).items()
-        return sorted(
+        return by_age(
             pid
             for pid, line in lines
             if "-m orchestra.train " in line and not any(other in line for other in others)
@@ -462,7 +462,7 @@ class SubmittedRun:
     def agent_pid(self, host: str) -> int:
         """Return its agent on a host: the youngest of the two processes that look like it."""
         lines = self.processes(host).items()
-        return max(pid for pid, line in lines if "-m orchestra.agents " in line and "srun" not in line)
+        return by_age(pid for pid, line in lines if "-m orchestra.agents " in line and "srun" not in line)[-1]
 
     # What is done to it.
 
@@ -538,6 +538,12 @@ class SubmittedRun:
             # A look at its events starts no process.
             self.wait_until_finished(within_s)
         self.wait(lambda: self.status()["state"] == state, f"it is {state}", within_s)
+
+
+def by_age(pids: Iterable[int]) -> list[int]:
+    """Return those of the processes that live, the oldest first: their numbers begin again after 32,768."""
+    began = ((start_ticks(pid), pid) for pid in pids)
+    return [pid for _, pid in sorted((ticks, pid) for ticks, pid in began if ticks is not None)]
 
 
 def parent(pid: int) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from sites import ROOT, Site, TooLateError, wait_until
 
-from slurm.cluster.hosts import NAMESPACES, host_state
+from slurm.cluster.hosts import NAMESPACES, host_state, start_ticks
 from slurm.cluster.layout import load_layout
 
 
@@ -139,10 +139,10 @@ def test_failed_node_goes_down_with_all_its_processes_and_heals(cluster: Site) -
     wait_until(lambda: num_running(cluster, "node3", "sleep 2000"), "the job that will be requeued runs")
     lost = cluster.submit("--nodelist=node3", "--no-requeue", "--wrap", "setsid sleep 1000 & sleep 1000")
     wait_until(lambda: num_running(cluster, "node3", "sleep 1000") == 2, "the job that will be lost runs")
-    doomed = cluster.processes_on("node3")
+    doomed = {pid: start_ticks(pid) for pid in cluster.processes_on("node3")}
 
     cluster.devcluster("fail-node", "3")
-    assert not [process for process in doomed if Path(f"/proc/{process}").exists()]
+    assert not [pid for pid, began in doomed.items() if began is not None and start_ticks(pid) == began]
     assert "node3 is off" in cluster.devcluster("status", check=False).stdout
     wait_until(lambda: cluster.is_node_down("node3"), "Slurm says that the node is down")
     wait_until(lambda: cluster.job_state(lost) == "NODE_FAIL", "Slurm says that the job lost its node")

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from matrix_injections import LENGTH
 from matrix_oracle import References, assert_as_if_nothing_had_happened, samples
-from sites import SLOW_FIRST_ATTEMPT, Site, SubmittedRun, slow_attempts
+from sites import SLOW_FIRST_ATTEMPT, Site, SubmittedRun, by_age, slow_attempts
 
 from orchestra.agents.agent import group_folder
 from orchestra.run.files import Record, read_json_lines
@@ -36,7 +36,7 @@ HANG = "recovery.inject=[{at_step: 20, rank: 1, fault: hang, phase: reduce}]"
 def fork_server(cluster: Site, host: str) -> int:
     """Return the youngest fork server on a host."""
     lines = cluster.processes_on(host).items()
-    return max(pid for pid, line in lines if "launchers.fork_server.server" in line)
+    return by_age(pid for pid, line in lines if "launchers.fork_server.server" in line)[-1]
 
 
 def trains_again(run: SubmittedRun, attempt: int) -> None:
@@ -177,7 +177,14 @@ def training(cluster: Site, name: str, *overrides: str) -> SubmittedRun:
 
 def sruns(cluster: Site, host: str) -> list[int]:
     """Return the srun of a job and its helper, which kills the step as soon as srun is gone."""
-    return [pid for pid, line in sorted(cluster.processes_on(host).items()) if line.startswith("srun ")]
+    return by_age(pid for pid, line in cluster.processes_on(host).items() if line.startswith("srun "))
+
+
+# The second node's task waits until it is told to begin.
+TOLD = """#!/bin/sh
+[ "$SLURM_PROCID" = 0 ] || while [ ! -e begin ]; do sleep 0.1; done
+exec "$@"
+"""
 
 
 @pytest.mark.timeout(300)
@@ -195,10 +202,21 @@ def test_an_srun_that_is_killed_ends_nothing(cluster: Site) -> None:
                 os.kill(pid, signal.SIGKILL)
 
     slow = "recovery.inject=[{at_step: 1, rank: 0, fault: slow, seconds: 0.1, attempt: all}]"
-    run = cluster.submit_run("srun-killed", *TWO_NODES, "train.steps=60", "checkpoint.every_steps=10", slow)
-    folder = group_folder(run.dir.control, run.job, 0)
-    run.wait(lambda: len(list(folder.glob("member-*"))) == 2, "both agents have come")
-    kill(min(json.loads(file.read_text())["host"] for file in folder.glob("member-*")), with_helper=False)
+    script = cluster.shared / "told.sh"
+    script.write_text(TOLD)
+    script.chmod(0o755)
+    length = ("train.steps=60", "checkpoint.every_steps=10", f"cluster.container.prefix={script}")
+    run = cluster.submit_run("srun-killed", *TWO_NODES, *length, slow)
+    first_agent, second_agent = (
+        group_folder(run.dir.control, run.job, 0) / f"member-00{node}.json" for node in (0, 1)
+    )
+    run.wait(first_agent.exists, "the first agent has come")
+    host = json.loads(first_agent.read_text())["host"]
+    # It would lead, and begin as soon as the second one is there.
+    os.kill(run.agent_pid(host), signal.SIGSTOP)
+    (run.dir.path / "begin").touch()
+    run.wait(second_agent.exists, "both agents have come")
+    kill(host, with_helper=False)
     first = run.wait_for_event("requeued", 60)
     assert (first["rule"], first["after"], first["exclude"]) == ("step_not_started", run.job, [])
 

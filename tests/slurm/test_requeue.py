@@ -8,9 +8,10 @@ import json
 
 import pytest
 from matrix_oracle import losses
-from sites import ENDLESS, HELD, Site, SubmittedRun, wait_until
+from sites import ENDLESS, HELD, TINY, Site, SubmittedRun, wait_until
 
 from orchestra.run.config_file import read_config
+from orchestra.run.paths import RunDir
 from slurm.cluster.hosts import start_ticks
 
 pytestmark = pytest.mark.slow
@@ -37,12 +38,15 @@ def test_a_run_survives_its_time_limit_bit_for_bit(cluster: Site) -> None:
     run.wait_for_step(3)
     first = at_work(cluster)
     # The same layout of six ranks, uninterrupted, while Slurm counts.
-    whole = cluster.train_here("whole", "train.steps=100", "cluster.gpus_per_node=6")
-    run.wait_for_event("requeued", 110)
-    # A slow machine would reach the same limit again.
-    cluster.start_again_now(run.job, "TimeLimit=30")
-    run.wait_for_attempt(1)
-    assert not first & at_work(cluster)
+    words = ("run.name=whole", "train.steps=100", "cluster.gpus_per_node=6")
+    with cluster.start_orchestra("run", *TINY, *words) as uninterrupted:
+        run.wait_for_event("requeued", 110)
+        # A slow machine would reach the same limit again.
+        cluster.start_again_now(run.job, "TimeLimit=30")
+        run.wait_for_attempt(1)
+        assert not first & at_work(cluster)
+        _, errors = uninterrupted.communicate()
+    assert uninterrupted.returncode == 0, errors
     run.assert_job_ends("COMPLETED")
     (event,) = run.events("requeued")
     assert (event["how"], event["reason"], event["job"]) == ("requeue", "time_limit", run.job)
@@ -50,7 +54,7 @@ def test_a_run_survives_its_time_limit_bit_for_bit(cluster: Site) -> None:
     assert starts == [(0, run.job, 0), (1, run.job, 1)]
     (restored,) = run.events("restored")
     assert 2 < restored["step"] < 100
-    assert losses(run.dir) == losses(whole)
+    assert losses(run.dir) == losses(RunDir(cluster.runs / "whole"))
     assert run.status()["attempts"] == 2
 
 

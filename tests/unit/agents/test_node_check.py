@@ -253,9 +253,14 @@ def test_what_hangs_is_found_out_and_does_not_hang_the_agent(tmp_path: Path, fak
     # Opening a pipe that nobody writes to waits for ever, as a dead file server does.
     os.mkfifo(tmp_path / "pipe")
     fake_slurm.put("nvidia-smi", f"read line < {tmp_path}/pipe")
-    check = ProbeProcess({"folder": str(tmp_path), "rooms": [], "gpus": 2}, limit_s=2.0)
-    found = found_by(check)
-    assert found["unfit"] == found["broken_device"] == "devices: no answer within 2 s"
+    check = ProbeProcess({"folder": str(tmp_path), "rooms": [], "gpus": 2}, limit_s=GENEROUS_S)
+    check.begin()
+    # All others have answered: memory, kernel log, core, run directory.
+    assert eventually(lambda: check.look() is None and check._output.count(b"\n") == 4, GENEROUS_S)
+    check._limit_s = 0.5
+    found = check.settle(GENEROUS_S)
+    assert found is not None
+    assert found["unfit"] == found["broken_device"] == "devices: no answer within 0.5 s"
     assert "core_s" in found["checked"]
     assert not check.is_running
     # What it called is gone as well.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from job_in_slurm import SILENT, Slurm, record
@@ -16,6 +16,7 @@ from conf.schema import Config
 from launchers.node_agent import StopRequests
 from launchers.node_group import NodeGroup, Order
 from launchers.slurm.this_job import JobTask
+from orchestra.agents import rival_jobs
 from orchestra.agents.agent import attend, group_folder
 from orchestra.agents.context import REFUSE, AgentContext, Scheduler
 from orchestra.agents.rival_jobs import refusal
@@ -47,12 +48,20 @@ def after_quiet(run: RunDir, task: JobTask = TASK) -> str | None:
 
 
 def while_somebody(does: Callable[[], object], run: RunDir, task: JobTask = TASK) -> str:
-    """Return why a job may not train while somebody else does something for the run."""
-    timer = threading.Timer(0.2, does)
-    timer.start()
-    found = refusal(run, task, quiet_s=30)
-    timer.join()
-    return str(found)
+    """Return why a job may not train while somebody else does something for the run, once it is watched."""
+    with pytest.MonkeyPatch.context() as patch:
+        looked, has_acted = rival_jobs._states, False
+
+        def states(run: RunDir) -> dict[Path, tuple[int, int]]:
+            nonlocal has_acted
+            found = looked(run)
+            if not has_acted:
+                has_acted = True
+                does()
+            return found
+
+        patch.setattr(rival_jobs, "_states", states)
+        return str(refusal(run, task, quiet_s=30))
 
 
 def test_the_newest_job_trains_and_so_does_its_next_start(run: RunDir, slurm: Slurm) -> None:

@@ -123,9 +123,10 @@ def test_a_stranger_that_sends_a_byte_now_and_then_is_let_go_after_a_second(gate
 
 
 def test_no_more_are_served_than_there_is_room_for_and_who_leaves_makes_room(gate: Gate) -> None:
-    first, second, third = (reach(gate) for _ in range(3))
+    first, second = reach(gate), reach(gate)
     for channel in (first, second):
         assert said_of(channel) == {"is_same": True}
+    third = reach(gate)
     with pytest.raises(REFUSED):
         said_of(third)
     first.close()

@@ -332,6 +332,8 @@ def test_a_spare_goes_on_with_what_a_lost_node_had(node_copies: Callable[..., No
     for rank in (0, 1):
         put(nodes[rank]._store, 4, rank, attempt=0)
     assert eventually(lambda: said(nodes[0]) == said(nodes[1]) == [(0, 4, 0), (0, 4, 1)])
+    # The neighbour has it a moment before its answer is here.
+    assert eventually(lambda: getattr(nodes[0]._pusher, "pushed_step", None) == 4)
     nodes[1].close()
     evidence = nodes[0].end()
     assert (evidence["pushed_step"], evidence["push_problem"]) == (4, None)

@@ -256,7 +256,7 @@ def test_nothing_is_left_behind_but_the_server(modules: Path, fork_server: ForkS
         while not (here / f"fork-{rank}").exists(): time.sleep(0.01)
     """
     trial = written(modules, "leaving", body)
-    ending = trial.run(fork_server, patience=Patience(linger_s=1.0))
+    ending = trial.run(fork_server, patience=Patience(linger_s=3.0))
     assert (ending.exit_code, ending.survivors) == (0, ())
     assert len(trial.files("finished")) == 2, "it may finish what takes a moment"
     # On no list of process ids: their parents have ended, and the server did not fork them.

@@ -7,7 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from launchers import processes
+import pytest
+
+from launchers import process_stacks, processes
 from launchers.process_stacks import StackRequest, write_stacks
 
 # Three frames, between which it gets no processor.
@@ -25,7 +27,10 @@ while True:
 """
 
 
-def test_stacks_that_are_written_slowly_are_whole(tmp_path: Path) -> None:
+def test_stacks_that_are_written_slowly_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # So that a process which is starved besides is not taken for one that is through.
+    monkeypatch.setattr(process_stacks, "_REST_S", 2.0)
+    monkeypatch.setattr(process_stacks, "_LONGEST_S", 30.0)
     answer, target = tmp_path / "answer", tmp_path / "stacks"
     with subprocess.Popen(
         [sys.executable, "-c", _SLOW, str(answer)], stdout=subprocess.PIPE, text=True

@@ -53,8 +53,8 @@ def ended(run: RunDir, code: int = 0, cause: str = "finished", **last_row: float
 def waited(runs: Sequence[RunDir], change: Callable[[], object]) -> list[RunResult]:
     """Wait for runs that are over when something changes, after a while and not before."""
     later = threading.Timer(0.7, change)
-    later.start()
     began = time.monotonic()
+    later.start()
     results = wait_for(runs, "loss")
     assert time.monotonic() - began >= 0.7
     later.join()
