@@ -451,18 +451,20 @@ class SubmittedRun:
 
     def rank_pids(self, host: str) -> list[int]:
         """Return its ranks on a host, lowest first."""
-        others = ("launchers.bound_torchrun", "fork_server/worker_launcher.py", "srun")
+        others = ("launchers.bound_torchrun", "fork_server/worker_launcher.py")
         lines = self.processes(host).items()
+        ranks = {pid: line for pid, line in lines if "-m orchestra.train " in line}
         return by_age(
             pid
-            for pid, line in lines
-            if "-m orchestra.train " in line and not any(other in line for other in others)
+            for pid, line in ranks.items()
+            if not line.startswith("srun ") and not any(other in line for other in others)
         )
 
     def agent_pid(self, host: str) -> int:
         """Return its agent on a host: the youngest of the two processes that look like it."""
         lines = self.processes(host).items()
-        return by_age(pid for pid, line in lines if "-m orchestra.agents " in line and "srun" not in line)[-1]
+        agents = {pid: line for pid, line in lines if "-m orchestra.agents " in line}
+        return by_age(pid for pid, line in agents.items() if not line.startswith("srun "))[-1]
 
     # What is done to it.
 
