@@ -158,7 +158,10 @@ def _manifests(storage: Storage, folder: str) -> list[str]:
     """Return the names of the manifests in a folder that count."""
     if storage.renames:
         return [MANIFEST]
-    names = storage.names(folder)
+    return _manifests_among(storage.names(folder))
+
+
+def _manifests_among(names: Sequence[str]) -> list[str]:
     own = [name for name in names if _OWN_MANIFEST.fullmatch(name)]
     return sorted(own, key=_numbers) or [name for name in names if name == MANIFEST]
 
@@ -313,7 +316,9 @@ def commit(storage: Storage, draft: Draft, manifest: Manifest) -> None:
         _refuse_older(storage, draft, manifest.generation)
         _keep_lone_manifest(storage, draft.folder)
     _put(storage, draft.manifest, content)
-    _put(storage, f"{draft.folder}/{MANIFEST}", content)
+    with contextlib.suppress(StorageError):
+        # The copy that other readers look for; `remove_leftovers` makes it where this fails.
+        _put(storage, f"{draft.folder}/{MANIFEST}", content)
     with contextlib.suppress(StorageError):
         # Manifests first: whatever ends this, no manifest is left whose files are gone.
         for name in sorted(storage.names(draft.folder), key=lambda name: not name.endswith(MANIFEST)):
@@ -547,7 +552,8 @@ def remove_leftovers(storage: Storage, generation: int | None = None) -> list[st
 def _remove_uncommitted(storage: Storage, folder: str, generation: int | None) -> list[str]:
     """Remove the files of saves that were not committed, on a storage without renames."""
     names = storage.names(folder)
-    manifests = _manifests(storage, folder)
+    # Of one and the same listing: what lacks a manifest in it goes.
+    manifests = _manifests_among(names)
     if manifests and MANIFEST not in names:
         # The save was killed before it made the copy, which other readers look for.
         storage.put(f"{folder}/{MANIFEST}", storage.get(f"{folder}/{manifests[-1]}"))

@@ -43,11 +43,18 @@ _REFUSED_NAMES = {
     *("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "TokenRetrievalError"),
     *("UnauthorizedSSOTokenError", "RefreshError", "DefaultCredentialsError"),
 }
-_REFUSED_STATUSES = {401, 403}
+# What says something of what is asked for, or of the moment; of all others below 500 the request is refused,
+# as where credentials have expired (400, and to HEAD without any word).
+_UNREFUSED_STATUSES = {404, 408, 410, 412, 416, 429}
 # Clients that found a checksum of the service's own to differ: botocore, gcsfs, google-resumable-media.
 _GARBLED_NAMES = {"FlexibleChecksumError", "ChecksumError", "DataCorruption"}
 # Too slow or too many requests; of the server's own failures all pass but `not implemented`.
 _LARGEST_STATUS = 599
+# Codes of S3's, with 400 or 409, for a body that did not come whole or in time, and for two who act at once.
+_PASSING_CODES = {
+    *("RequestTimeout", "BadDigest", "XAmzContentSHA256Mismatch", "IncompleteBody", "InvalidPart"),
+    "OperationAborted",
+}
 _PASSING_STATUSES = {408, 429, *range(500, _LARGEST_STATUS + 1)} - {501}
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 10.0
 # How long a place that can be done without may take to be listed.
@@ -60,6 +67,8 @@ def is_passing(error: BaseException) -> bool:
     chain = list(causes(error))
     if any(isinstance(cause, _PERMANENT_TYPES) for cause in chain):
         return False
+    if any(_service_code(cause) in _PASSING_CODES for cause in chain):
+        return True
     statuses = {status for status in map(_http_status, chain) if status is not None}
     if statuses:
         return not statuses.isdisjoint(_PASSING_STATUSES)
@@ -70,10 +79,14 @@ def is_refused(error: BaseException) -> bool:
     """Whether the storage does not let us see what it holds, which says nothing of what that is."""
     return any(
         isinstance(cause, PermissionError)
-        or _http_status(cause) in _REFUSED_STATUSES
+        or _is_refusal(_http_status(cause))
         or any(kind.__name__ in _REFUSED_NAMES for kind in type(cause).__mro__)
         for cause in causes(error)
     )
+
+
+def _is_refusal(status: int | None) -> bool:
+    return status is not None and 400 <= status < 500 and status not in _UNREFUSED_STATUSES
 
 
 def is_garbled(error: BaseException) -> bool:
@@ -106,6 +119,12 @@ def error_number(error: OSError) -> int | None:
     if error.errno is None and len(error.args) == 1 and isinstance(error.args[0], int):
         return error.args[0]
     return error.errno
+
+
+def _service_code(error: BaseException) -> str | None:
+    """Return the code by which botocore says that an S3 service names a failure."""
+    response: Any = getattr(error, "response", None)
+    return str(response.get("Error", {}).get("Code")) if isinstance(response, dict) else None
 
 
 def _http_status(error: BaseException) -> int | None:

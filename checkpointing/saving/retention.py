@@ -115,8 +115,13 @@ def prune(
     removed = []
     for checkpoint in (*leaving, *late):
         place = storages[checkpoint.place]
-        if not remove_checkpoint(place, checkpoint, lambda: lineage() == judged_by):
-            break
+        try:
+            if not remove_checkpoint(place, checkpoint, lambda: lineage() == judged_by):
+                break
+        except StorageError as error:
+            # One that may not be removed does not keep all others.
+            failure = failure or error
+            continue
         removed.append(checkpoint.step)
         if checkpoint in leaving:
             del known[checkpoint.step]

@@ -23,7 +23,7 @@ from fsspec.dircache import DirCache
 from fsspec.spec import AbstractBufferedFile
 
 from checkpointing.checkpoint_errors import StorageError
-from checkpointing.outages import causes, error_number, is_garbled, is_passing
+from checkpointing.outages import causes, error_number, is_garbled, is_passing, is_refused
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class RemoteStorage:
     def __init__(self, url: str, retries: Retries = Retries()) -> None:
         """Raise StorageError where fsspec has no such protocol, or its package is missing."""
         self.place = _PASSWORD.sub(r"\1:…@", url.rstrip("/"))
-        self._retries = retries
+        self._url, self._retries = url, retries
         self._fs, root = _opened(url, self.place)
         self._root = root.rstrip("/")
         if _NAMELESS.match(self._root):
@@ -213,7 +213,14 @@ class RemoteStorage:
     def run(self, path: str, act: Callable[[], Result]) -> Result:
         """Call `act`, again if its failure may pass; raise what fails in the end as a StorageError."""
         try:
-            return self._retries.run(act)
+            try:
+                return self._retries.run(act)
+            except Exception as error:
+                if not is_refused(error):
+                    raise
+                # Clients read credentials when they begin: those that were renewed since a new one has.
+                self._fs, _ = _opened(self._url, self.place)
+                return act()
         except Exception as error:
             where = f"{self.place}/{path}" if path else self.place
             raise StorageError(f"{where}: {reason(error)}") from error
@@ -227,8 +234,14 @@ class RemoteStorage:
             return act()
         except FileNotFoundError as error:
             # An empty place is one thing, a bucket that is not there another.
-            if service_code(error) == "NoSuchBucket":
+            code = service_code(error)
+            if code == "NoSuchBucket":
                 raise
+            if code is not None:
+                # No service says so of a folder: something between us and it does. Taken for an empty one,
+                # files whose manifest is there would count as left over.
+                said = f"the service answered {code} where it lists what there is"
+                raise OSError(errno.ESTALE, said) from None
             return otherwise
 
 
@@ -250,7 +263,13 @@ class _RemoteFile:
         self._storage.run(self._path, self._send)
 
     def commit(self) -> None:
-        self._storage.run(self._path, self._finish)
+        try:
+            self._storage.run(self._path, self._finish)
+        except StorageError:
+            # Where the answer alone was lost, some services do not know the upload any more; a file is there
+            # whole or not at all.
+            if self._storage.size(self._path) != sum(map(len, self._contents)):
+                raise
         self._file = None
         self._contents.clear()
 

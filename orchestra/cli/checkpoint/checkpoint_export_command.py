@@ -22,7 +22,7 @@ from orchestra.cli.checkpoint.checkpoint_ls_command import (
     explained,
     first_look,
     open_place,
-    refuse_newer,
+    refuse_untold,
 )
 from orchestra.cli.text import figures
 from orchestra.data.token_files import local_prefix, read_index, token_file_prefix
@@ -133,7 +133,7 @@ def _first_intact(
     for checkpoint in found:
         storage, each = place.storage_of(checkpoint), checkpoint.step
         look = first_look(storage, checkpoint)
-        refuse_newer(look)
+        refuse_untold(look)
         damage = look.damage
         if damage is None and look.manifest is not None:
             plan = plan_export(look.manifest, _as_trained(place.config), wanted)

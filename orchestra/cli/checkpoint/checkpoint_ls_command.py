@@ -30,6 +30,7 @@ from checkpointing.catalog import (
 from checkpointing.checkpoint_errors import CheckpointError, NewerVersionError
 from checkpointing.lineage import Lineage
 from checkpointing.manifest import Manifest
+from checkpointing.outages import is_passing, is_refused, may_be_damage
 from checkpointing.saving.retention import remove_off_line
 from checkpointing.storage import Storage, open_storage
 from conf.schema import Config
@@ -48,12 +49,14 @@ from orchestra.sizes.save_interval import AUTO
 
 _NUM_LISTED = 8
 _HEADER = ("STEP", "SIZE", "AGE", "LAYOUT", "LOSS", "CHECKED")
+_FOUND = {"newer": "cannot be told here", "unread": "cannot be read now"}
 _EXPLAINED = """\
 CHECKED says `sizes` where the manifest is whole and every file has its size, else `DAMAGED`. That is a quick
 look: `orchestra checkpoint verify RUN` reads every byte, and `verified` says that it has once, since the
-checkpoint was written, and found all as it should be. `newer` is what a newer version wrote. `off line` are
-those that no attempt goes on from any more: the run went back to an earlier step since. They stay until
---prune, but for those that an attempt wrote after the next one had begun, which the next save removes.
+checkpoint was written, and found all as it should be. `newer` is what a newer version wrote, and `unread`
+what the storage does not give (to you) now. `off line` are those that no attempt goes on from any more: the
+run went back to an earlier step since. They stay until --prune, but for those that an attempt wrote after the
+next one had begun, which the next save removes.
 """
 
 
@@ -89,7 +92,8 @@ class Look:
     """What a first look at one checkpoint found: its manifest where that can be read, and what is wrong.
 
     `off_line`: why it is not one of the run's line; None where it is. `is_newer`: what is wrong is that a
-    newer version wrote it, and it may be intact.
+    newer version wrote it, and it may be intact; so it may where it `is_unread`: the storage does not answer,
+    or not us.
     """
 
     checkpoint: StoredCheckpoint
@@ -97,6 +101,7 @@ class Look:
     damage: str | None
     off_line: OffLine | None = None
     is_newer: bool = False
+    is_unread: bool = False
 
     @property
     def step(self) -> int:
@@ -163,14 +168,21 @@ def first_look(storage: Storage, checkpoint: StoredCheckpoint, off_line: OffLine
         manifest = read_manifest(storage, checkpoint)
         check_sizes(storage, manifest, checkpoint.folder)
     except CheckpointError as error:
-        return Look(checkpoint, manifest, str(error), off_line, isinstance(error, NewerVersionError))
+        is_newer = isinstance(error, NewerVersionError)
+        is_unread = is_refused(error) or (is_passing(error) and not may_be_damage(error))
+        return Look(checkpoint, manifest, str(error), off_line, is_newer, is_unread)
     return Look(checkpoint, manifest, None, off_line)
 
 
-def refuse_newer(look: Look) -> None:
-    """Refuse the newest checkpoint where this version cannot read it: it may be intact, and an older one is
-    another model. Raises DataError.
+def refuse_untold(look: Look) -> None:
+    """Refuse the newest checkpoint where this version cannot read it, or nobody can now: it may be intact,
+    and an older one is another model. Raises DataError, OrchestraError.
     """
+    if look.is_unread:
+        raise OrchestraError(
+            f"the checkpoint of step {look.step} cannot be read now: {look.damage}; try again, or say which "
+            "other step to take"
+        )
     if look.is_newer:
         raise DataError(
             f"the checkpoint of step {look.step} cannot be told here: {look.damage}; or say which older step "
@@ -245,6 +257,8 @@ def _checked(look: Look, events: list[Record]) -> str:
         return "off line"
     if look.is_newer:
         return "newer"
+    if look.is_unread:
+        return "unread"
     if look.damage is not None or look.manifest is None:
         return "damaged"
     return "verified" if was_verified(events, look.step, look.manifest.created) else "sizes"
@@ -293,7 +307,7 @@ def _print_table(place: Place, rows: list[dict[str, Any]]) -> None:
         if not row["on_line"]:
             lines += figures.wrapped(f"step {row['step']} is off the line: {row['off_line']}", indent="  ")
         elif row["damage"] is not None:
-            found = "cannot be told here" if row["checked"] == "newer" else "is damaged"
+            found = _FOUND.get(row["checked"], "is damaged")
             lines += figures.wrapped(f"step {row['step']} {found}: {row['damage']}", indent="  ")
     lines += figures.wrapped(
         f"manifests and sizes were checked now; `{invocation('checkpoint verify', place.run)}` reads all"

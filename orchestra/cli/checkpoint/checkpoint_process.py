@@ -19,7 +19,7 @@ from orchestra.cli.checkpoint.checkpoint_ls_command import (
     chosen_checkpoints,
     explained,
     first_look,
-    refuse_newer,
+    refuse_untold,
 )
 from orchestra.config.plugin_facts import import_path
 from orchestra.errors import DataError, OrchestraError
@@ -61,7 +61,7 @@ def _answered(
         if checkpoint.place:
             storage = str(fallback_place(place.run, place.config.checkpoint.fallback_dir))
         look = first_look(place.storage_of(checkpoint), checkpoint)
-        refuse_newer(look)
+        refuse_untold(look)
         damage = look.damage
         if damage is None:
             whole = {

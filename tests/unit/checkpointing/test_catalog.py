@@ -242,6 +242,25 @@ def test_a_checkpoint_that_cannot_be_looked_at_stays_and_keeps_no_other(
     assert storage.names() == ["step-00000002", "step-00000004", "step-00000005"]
 
 
+def test_a_checkpoint_that_may_not_be_removed_keeps_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = LocalStorage(tmp_path)
+    for step in range(1, 6):
+        write(storage, step)
+    rename = LocalStorage.rename
+
+    def refused(self: LocalStorage, source: str, target: str) -> None:
+        if source == "step-00000001":
+            raise StorageError(f"{source}: Access Denied")
+        rename(self, source, target)
+
+    monkeypatch.setattr(LocalStorage, "rename", refused)
+    with pytest.raises(StorageError, match="step-00000001: Access Denied"):
+        prune(storage, RetentionPolicy(keep_last=2))
+    assert storage.names() == ["step-00000001", "step-00000004", "step-00000005"]
+
+
 def test_what_a_save_without_room_would_remove_is_counted(storage: Storage) -> None:
     for step in (1, 2, 3):
         write(storage, step)

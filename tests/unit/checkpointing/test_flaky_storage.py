@@ -21,6 +21,7 @@ from fsspec.implementations.local import LocalFileSystem
 from s3fs.errors import translate_boto_error
 from sample_checkpoint import send
 
+from checkpointing import catalog
 from checkpointing.checkpoint_errors import StorageError
 from checkpointing.outages import is_passing, is_refused
 from checkpointing.storage import Storage
@@ -141,7 +142,89 @@ def test_other_failures_are_told_with_path_and_reason_the_permanent_ones_at_once
     Flaky.failures[operation] = [OSError(number, os.strerror(number)) for _ in range(9)]
     with pytest.raises(StorageError, match=rf"checkpoints/step(/[ab])?: {os.strerror(number)}"):
         act(flaky)
-    assert num_tries(operation) == (AT_ONCE.num_tries if number == errno.EIO else 1)
+    # Where we are refused a client that was made anew asks once more: credentials may have been renewed.
+    tries = {errno.EIO: AT_ONCE.num_tries, errno.EACCES: 2}
+    assert num_tries(operation) == tries.get(number, 1)
+
+
+def service_says(status: int, code: str, kind: type[OSError] = OSError) -> OSError:
+    """Return what s3fs raises for an answer of a service, from what botocore raised."""
+    error = kind("said")
+    error.__cause__ = RuntimeError()
+    error.__cause__.response = {  # type: ignore[attr-defined]
+        "Error": {"Code": code},
+        "ResponseMetadata": {"HTTPStatusCode": status},
+    }
+    return error
+
+
+def test_a_404_to_a_listing_is_no_empty_folder(flaky: RemoteStorage) -> None:
+    Flaky.failures["ls"] = [service_says(404, "404", FileNotFoundError)]
+    assert flaky.names("step") == ["a"]
+    Flaky.failures["ls"] = [service_says(404, "404", FileNotFoundError) for _ in range(9)]
+    with pytest.raises(StorageError, match="the service answered 404 where it lists what there is") as caught:
+        flaky.names("step")
+    assert is_passing(caught.value)
+    Flaky.failures["ls"] = []
+    assert flaky.names("nothing") == []
+
+
+def test_leftovers_are_told_by_one_listing(flaky: RemoteStorage) -> None:
+    """What the second of two listings did not show would make intact files leftovers."""
+    flaky.put("step-00000001/g000-00-manifest.json", b"{}")
+    flaky.put("step-00000001/g000-00-00000-00.safetensors", b"1")
+    flaky.put("step-00000001/manifest.json", b"{}")
+    Flaky.calls.clear()
+    assert catalog.remove_leftovers(flaky, 5) == []
+    assert Flaky.calls.count("ls") == 2  # of the place, and of the folder
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "expected"),
+    [
+        (400, "ExpiredToken", "refused"),
+        (400, "400", "refused"),  # to HEAD, whose answers have no body
+        (403, "RequestTimeTooSkewed", "refused"),
+        (400, "InvalidToken", "refused"),
+        (400, "RequestTimeout", "passing"),
+        (400, "BadDigest", "passing"),
+        (409, "OperationAborted", "passing"),
+        (503, "SlowDown", "passing"),
+        (404, "NoSuchKey", ""),
+        (416, "InvalidRange", ""),
+    ],
+)
+def test_what_a_service_says_is_an_outage_or_a_refusal_or_about_what_it_holds(
+    status: int, code: str, expected: str
+) -> None:
+    error = service_says(status, code)
+    found = "passing" if is_passing(error) else "refused" if is_refused(error) else ""
+    assert found == expected
+
+
+def test_credentials_that_were_renewed_since_are_read(flaky: RemoteStorage) -> None:
+    first = flaky._fs
+    Flaky.failures["cat_file"] = [service_says(400, "ExpiredToken", PermissionError)]
+    assert flaky.get("step/a") == b"12345"
+    assert flaky._fs is not first
+
+
+def test_a_file_whose_completion_is_not_known_any_more_is_there(
+    flaky: RemoteStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = flaky.create("step/b", 3)
+    file.write(memoryview(b"123"))
+    # The first completion was done, and its answer lost: a client asks again.
+    Flaky.failures["close"] = [service_says(404, "NoSuchUpload", FileNotFoundError)]
+    file.commit()
+    assert flaky.get("step/b") == b"123"
+    # An upload that somebody broke off.
+    file = flaky.create("step/c", 3)
+    file.write(memoryview(b"123"))
+    monkeypatch.setattr(flaky, "size", lambda _: None)
+    Flaky.failures["close"] = [service_says(404, "NoSuchUpload", FileNotFoundError)]
+    with pytest.raises(StorageError):
+        file.commit()
 
 
 @pytest.mark.parametrize("num_good", range(5))

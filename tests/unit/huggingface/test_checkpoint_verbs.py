@@ -21,9 +21,11 @@ from tokenizers.pre_tokenizers import Metaspace
 from tokenizers.trainers import BpeTrainer
 
 from checkpointing.catalog import file_path, read_manifest
+from checkpointing.checkpoint_errors import StorageError
 from checkpointing.lineage import Base
 from checkpointing.manifest import MANIFEST, decode, encode
 from checkpointing.storage import Storage, open_storage
+from checkpointing.storage.local import LocalStorage
 from conf.schema import CheckpointConfig, Config, DataConfig, Family, RunConfig, Source, TrainConfig
 from orchestra.cli.checkpoint import checkpoint_process
 from orchestra.cli.checkpoint.checkpoint_export_command import _size, tokenizer_of
@@ -232,6 +234,27 @@ def test_what_a_newer_version_wrote_is_not_passed_over(run: RunDir, orchestra: C
         refused = " ".join(orchestra(*words, code=1).err.split())
         assert "the checkpoint of step 20 cannot be told here" in refused
         assert "or say which older step to take" in refused
+    assert orchestra.json("checkpoint", "export", "llama-1", "10", "--to", "out")["step"] == 10
+
+
+def test_what_the_storage_does_not_give_now_is_neither_damaged_nor_passed_over(
+    run: RunDir, orchestra: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = LocalStorage.get
+
+    def get(self: LocalStorage, path: str) -> bytes:
+        if path.startswith("step-00000020/"):
+            raise StorageError(f"{path}: Forbidden") from PermissionError()
+        return read(self, path)
+
+    monkeypatch.setattr(LocalStorage, "get", get)
+    rows = orchestra.json("checkpoint", "ls", "llama-1")
+    assert [(row["step"], row["checked"]) for row in rows] == [(10, "sizes"), (20, "unread")]
+    assert "step 20 cannot be read now: " in orchestra("checkpoint", "ls", "llama-1").out
+    for words in (("checkpoint", "export", "llama-1", "--to", "out"), ("generate", "llama-1", "x")):
+        refused = " ".join(orchestra(*words, code=1).err.split())
+        assert "the checkpoint of step 20 cannot be read now: " in refused
+        assert "try again, or say which other step to take" in refused
     assert orchestra.json("checkpoint", "export", "llama-1", "10", "--to", "out")["step"] == 10
 
 
