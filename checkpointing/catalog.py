@@ -317,9 +317,8 @@ def commit(storage: Storage, draft: Draft, manifest: Manifest) -> None:
         _keep_lone_manifest(storage, draft.folder)
     _put(storage, draft.manifest, content)
     with contextlib.suppress(StorageError):
-        # The copy that other readers look for; `remove_leftovers` makes it where this fails.
+        # The copy that other readers look for. Where it is an older save's still, that one stays.
         _put(storage, f"{draft.folder}/{MANIFEST}", content)
-    with contextlib.suppress(StorageError):
         # Manifests first: whatever ends this, no manifest is left whose files are gone.
         for name in sorted(storage.names(draft.folder), key=lambda name: not name.endswith(MANIFEST)):
             match = _PREFIX.match(name)

@@ -67,7 +67,7 @@ def is_passing(error: BaseException) -> bool:
     chain = list(causes(error))
     if any(isinstance(cause, _PERMANENT_TYPES) for cause in chain):
         return False
-    if any(_service_code(cause) in _PASSING_CODES for cause in chain):
+    if service_code(error) in _PASSING_CODES:
         return True
     statuses = {status for status in map(_http_status, chain) if status is not None}
     if statuses:
@@ -77,7 +77,7 @@ def is_passing(error: BaseException) -> bool:
 
 def is_refused(error: BaseException) -> bool:
     """Whether the storage does not let us see what it holds, which says nothing of what that is."""
-    return any(
+    return not is_passing(error) and any(
         isinstance(cause, PermissionError)
         or _is_refusal(_http_status(cause))
         or any(kind.__name__ in _REFUSED_NAMES for kind in type(cause).__mro__)
@@ -121,10 +121,13 @@ def error_number(error: OSError) -> int | None:
     return error.errno
 
 
-def _service_code(error: BaseException) -> str | None:
-    """Return the code by which botocore says that an S3 service names a failure."""
-    response: Any = getattr(error, "response", None)
-    return str(response.get("Error", {}).get("Code")) if isinstance(response, dict) else None
+def service_code(error: BaseException) -> str | None:
+    """Return the code by which an S3 service names a failure (`NoSuchBucket`), None where there is none."""
+    for cause in causes(error):
+        response: Any = getattr(cause, "response", None)
+        if isinstance(response, dict):
+            return str(response.get("Error", {}).get("Code"))
+    return None
 
 
 def _http_status(error: BaseException) -> int | None:

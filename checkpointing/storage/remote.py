@@ -23,7 +23,7 @@ from fsspec.dircache import DirCache
 from fsspec.spec import AbstractBufferedFile
 
 from checkpointing.checkpoint_errors import StorageError
-from checkpointing.outages import causes, error_number, is_garbled, is_passing, is_refused
+from checkpointing.outages import error_number, is_garbled, is_passing, is_refused, service_code
 
 
 @dataclass(frozen=True)
@@ -69,15 +69,6 @@ def reason(error: BaseException) -> str:
     if not text and isinstance(error, TimeoutError):
         text = "timed out"
     return text or type(error).__name__
-
-
-def service_code(error: BaseException) -> str | None:
-    """Return the code by which an S3 service names a failure (`NoSuchBucket`), None where there is none."""
-    for cause in causes(error):
-        response: Any = getattr(cause, "response", None)
-        if isinstance(response, dict):
-            return str(response.get("Error", {}).get("Code"))
-    return None
 
 
 Result = TypeVar("Result")
@@ -265,10 +256,11 @@ class _RemoteFile:
     def commit(self) -> None:
         try:
             self._storage.run(self._path, self._finish)
-        except StorageError:
+        except StorageError as error:
             # Where the answer alone was lost, some services do not know the upload any more; a file is there
             # whole or not at all.
-            if self._storage.size(self._path) != sum(map(len, self._contents)):
+            num_bytes = sum(map(len, self._contents))
+            if service_code(error) != "NoSuchUpload" or self._storage.size(self._path) != num_bytes:
                 raise
         self._file = None
         self._contents.clear()

@@ -502,10 +502,8 @@ def ends_s(case: PlanCase, stage: PipelineStage, layer: LayerTime) -> tuple[floa
         is_kept = case.model.tie_word_embeddings or case.layout.pp > 1
         width = tokens.width_bytes / (case.accumulation if is_kept else 1) + travelling_gradient_bytes(case)
         before += sharded_s(case, RankElements(whole.before, 0.0), width)
-        moved, exposed = (
-            sharded_s(case, RankElements(whole.after, 0.0), width),
-            case.framework.exposed_reduction,
-        )
+        moved = sharded_s(case, RankElements(whole.after, 0.0), width)
+        exposed = case.framework.exposed_reduction
         after += max(exposed * moved, moved - layer.device * (1 - exposed))
     return stage.has_embedding * before, stage.has_head * after
 
