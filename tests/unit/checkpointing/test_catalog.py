@@ -242,6 +242,25 @@ def test_a_checkpoint_that_cannot_be_looked_at_stays_and_keeps_no_other(
     assert storage.names() == ["step-00000002", "step-00000004", "step-00000005"]
 
 
+def test_a_save_whose_manifest_could_not_be_copied_is_committed(monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = memory()
+    write(storage, 1)
+    put = RemoteStorage.put
+
+    def refused(self: RemoteStorage, path: str, content: bytes) -> None:
+        if path == f"step-00000002/{MANIFEST}":
+            raise StorageError(f"{path}: Service Unavailable")
+        put(self, path, content)
+
+    monkeypatch.setattr(RemoteStorage, "put", refused)
+    write(storage, 2)
+    assert catalog.committed_steps(storage) == [1, 2]
+    assert MANIFEST not in storage.names("step-00000002")
+    monkeypatch.undo()
+    catalog.remove_leftovers(storage)
+    assert MANIFEST in storage.names("step-00000002")
+
+
 def test_a_checkpoint_that_may_not_be_removed_keeps_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
